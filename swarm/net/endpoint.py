@@ -1,0 +1,296 @@
+"""One UDP socket that is client and server at once: receives in batches, flushes each touched connection once a tick.
+
+Datagrams whose first byte is below 64 are not QUIC (RFC 9443) and are dropped here for now. Bounded: connections in all,
+half-open ones, requests being served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, Self
+
+from aioquic.buffer import Buffer  # type: ignore[attr-defined]
+from aioquic.quic.connection import QuicConnection
+from aioquic.quic.packet import QuicPacketType, pull_quic_header
+
+from swarm.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    NetworkError,
+    Overloaded,
+    RemoteProtocolError,
+    SwarmError,
+    UserError,
+)
+from swarm.identity import Identity
+from swarm.ids import NodeId
+from swarm.net.addresses import SocketAddress, format_address
+from swarm.net.certificate import make_certificate, quic_configuration
+from swarm.net.connection import Connection, clock
+from swarm.wire import messages as m
+from swarm.wire import session as s
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[Connection, m.Request], Awaitable[m.Response]]
+
+CID_BYTES = 8
+MAX_DATAGRAMS_PER_WAKE = 64  # then other callbacks get their turn; measured: a 49 KB answer is 40 datagrams
+SOCKET_BUFFER_BYTES = 4 << 20  # asked for; the kernel caps it (net.core.rmem_max)
+MAX_CONNECTIONS = 4096
+MAX_HALF_OPEN = 256  # guessed: a flood of first packets costs at most this many handshakes at a time
+MAX_SERVING = 1024  # requests being served, all connections together; more are refused as BUSY
+DIAL_TIMEOUT_S = 4.0
+CLOSE_TIMEOUT_S = 1.0
+
+
+class Endpoint:
+    """Use as `async with Endpoint(...) as endpoint`; leaving closes every connection and ends every task."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        host: str = "0.0.0.0",
+        port: int = 0,
+        handler: Handler | None = None,
+        serves: Iterable[type[m.Request]] = (),
+        versions: tuple[int, ...] = s.WIRE_VERSIONS,
+    ) -> None:
+        """Prepare an endpoint.
+
+        Args:
+            handler: answers the requests named in `serves`; may raise SwarmError, which becomes a refusal.
+            port: 0 lets the system choose.
+        """
+        self.identity = identity
+        self._host, self._port = host, port
+        self._handler = handler
+        self._serves = tuple(serves)
+        self._versions = versions
+        certificate = make_certificate(identity)
+        self._configurations = {
+            is_client: quic_configuration(identity, certificate, is_client=is_client) for is_client in (True, False)
+        }
+        self._connections: set[Connection] = set()
+        self._by_cid: dict[bytes, Connection] = {}
+        self._cids: dict[Connection, set[bytes]] = {}
+        self._serving: dict[tuple[Connection, int], asyncio.Task[None]] = {}
+        self._socket: socket.socket | None = None
+        self._tasks = asyncio.TaskGroup()
+        self._is_closing = False
+        self.n_send_drops = 0  # datagrams that the socket had no room for; QUIC sends their content again
+        self.bytes_sent = 0  # UDP payload
+        self.bytes_received = 0
+
+    async def __aenter__(self) -> Self:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        udp = socket.socket(family, socket.SOCK_DGRAM)
+        try:
+            udp.setblocking(False)
+            udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
+            udp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            udp.bind((self._host, self._port))
+        except OSError as error:
+            udp.close()
+            raise UserError(f"cannot use UDP {self._host}:{self._port}: {error.strerror}; choose another --port") from error
+        await self._tasks.__aenter__()
+        self._socket = udp
+        asyncio.get_running_loop().add_reader(udp, self._on_readable)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._is_closing = True
+        for task in self._serving.values():
+            task.cancel()
+        for connection in list(self._connections):
+            connection.close()
+        if self._socket is not None:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            self._socket.close()
+            self._socket = None
+        for connection in list(self._connections):
+            connection._finish()
+        await self._tasks.__aexit__(None, None, None)
+
+    @property
+    def port(self) -> int:
+        """The bound UDP port."""
+        if self._socket is None:
+            raise ConnectionLost("the endpoint is closed")
+        return int(self._socket.getsockname()[1])
+
+    async def dial(
+        self, address: SocketAddress, *, expected: NodeId | None, timeout_s: float = DIAL_TIMEOUT_S
+    ) -> Connection:
+        """Return an open connection to the node at `address` (an IP literal and a port).
+
+        Args:
+            expected: the node that must answer; None takes whoever does (`.remote` tells).
+
+        Raises:
+            IdentityMismatch: another node answered.
+            DeadlineExceeded, ConnectionLost, RemoteProtocolError: no connection.
+        """
+        if self._socket is None or self._is_closing:
+            raise ConnectionLost("the endpoint is closed")
+        quic = QuicConnection(configuration=self._configurations[True])
+        connection = self._adopt(quic, expected, "")
+        quic.connect(address, now=clock())
+        connection.flush()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection.wait_open()
+        except TimeoutError:
+            error = DeadlineExceeded(f"no answer from {format_address(address)} within {timeout_s:g} s")
+            connection.close(error)
+            raise error from None
+        except asyncio.CancelledError:
+            connection.close()
+            raise
+        return connection
+
+    # Inside
+
+    def _adopt(self, quic: QuicConnection, expected: NodeId | None, address: str) -> Connection:
+        def make_session(remote: NodeId | None) -> s.Session:
+            return s.Session(
+                self.identity,
+                is_client=quic.configuration.is_client,
+                now=clock(),
+                expected=remote,
+                nonce=os.urandom(32),
+                observed_address=address,
+                serves=self._serves,
+                versions=self._versions,
+            )
+
+        connection = Connection(
+            quic,
+            None,
+            make_session=make_session,
+            expected=expected,
+            send=self._send,
+            on_request=self._on_request,
+            on_cancel=self._on_cancel,
+            on_gone=self._on_gone,
+            on_cid=self._on_cid,
+        )
+        self._connections.add(connection)
+        self._cids[connection] = set()
+        self._on_cid(connection, quic.host_cid, True)
+        return connection
+
+    def _on_readable(self) -> None:
+        assert self._socket is not None
+        now = clock()
+        touched: dict[Connection, None] = {}
+        for _ in range(MAX_DATAGRAMS_PER_WAKE):
+            try:
+                data, address = self._socket.recvfrom(65_535)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError as error:  # an ICMP error of an earlier send; the connection notices by its timers
+                logger.debug("receive failed: %s", error)
+                continue
+            self.bytes_received += len(data)
+            connection = self._connection_for(data, address)
+            if connection is not None:
+                connection.receive(data, address, now)
+                touched[connection] = None
+        for connection in touched:
+            connection.flush_soon()
+
+    def _connection_for(self, data: bytes, address: Any) -> Connection | None:
+        if not data or data[0] < 64:
+            return None
+        try:
+            header = pull_quic_header(Buffer(data=data), host_cid_length=CID_BYTES)
+        except ValueError:
+            return None
+        connection = self._by_cid.get(header.destination_cid)
+        if connection is not None:
+            return connection
+        # RFC 9000 section 14.1: a first packet is at least 1200 bytes. Unknown connections' other packets are dropped.
+        configuration = self._configurations[False]
+        if (
+            header.packet_type is not QuicPacketType.INITIAL
+            or len(data) < 1200
+            or header.version not in configuration.supported_versions
+            or not self._serves
+            or self._is_closing
+        ):
+            return None
+        n_half_open = sum(1 for each in self._connections if not each.is_client and not each.is_open)
+        if len(self._connections) >= MAX_CONNECTIONS or n_half_open >= MAX_HALF_OPEN:
+            logger.warning("refused a connection: got %d, of them %d half-open", len(self._connections), n_half_open)
+            return None
+        quic = QuicConnection(
+            configuration=configuration, original_destination_connection_id=header.destination_cid
+        )
+        connection = self._adopt(quic, None, format_address(address))
+        self._on_cid(connection, header.destination_cid, True)  # the client's first packets use the id it chose
+        return connection
+
+    def _send(self, data: bytes, address: Any) -> None:
+        if self._socket is None:
+            return
+        try:
+            self._socket.sendto(data, address)
+            self.bytes_sent += len(data)
+        except (BlockingIOError, InterruptedError):
+            self.n_send_drops += 1
+        except OSError as error:
+            self.n_send_drops += 1
+            logger.debug("send to %s failed: %s", address, error)
+
+    def _on_cid(self, connection: Connection, cid: bytes, is_issued: bool) -> None:
+        if is_issued:
+            self._by_cid[cid] = connection
+            self._cids[connection].add(cid)
+        else:
+            self._by_cid.pop(cid, None)
+            self._cids[connection].discard(cid)
+
+    def _on_gone(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        for cid in self._cids.pop(connection, ()):
+            self._by_cid.pop(cid, None)
+
+    def _on_request(self, connection: Connection, exchange: int, request: m.Request) -> None:
+        if self._handler is None or self._is_closing or len(self._serving) >= MAX_SERVING:
+            connection.respond(exchange, m.Refusal(code=m.ErrorCode.BUSY, detail="too many requests, try again"))
+            return
+        task = self._tasks.create_task(self._serve(self._handler, connection, exchange, request))
+        self._serving[connection, exchange] = task
+        task.add_done_callback(lambda _: self._serving.pop((connection, exchange), None))
+
+    def _on_cancel(self, connection: Connection, exchange: int) -> None:
+        task = self._serving.get((connection, exchange))
+        if task is not None:
+            task.cancel()
+
+    async def _serve(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
+        """Answer one request. Nothing may escape: this task shares a group with all others."""
+        answer: m.Response | m.Refusal
+        try:
+            answer = await handler(connection, request)
+        except RemoteProtocolError as error:
+            connection.close(error)
+            return
+        except Overloaded as error:
+            answer = m.Refusal(code=m.ErrorCode.BUSY, detail=str(error))
+        except LookupError as error:
+            answer = m.Refusal(code=m.ErrorCode.NOT_FOUND, detail=str(error.args[0]) if error.args else "not found")
+        except (NetworkError, SwarmError) as error:
+            answer = m.Refusal(code=m.ErrorCode.INTERNAL, detail=str(error))
+        except Exception:
+            logger.exception("a request of node %s failed", connection.remote.short)
+            answer = m.Refusal(code=m.ErrorCode.INTERNAL, detail="internal error")
+        with contextlib.suppress(SwarmError):
+            connection.respond(exchange, answer)

@@ -1,0 +1,353 @@
+"""Messages to bytes and back. Knows nothing of links, order or time. All numbers are little-endian.
+
+    frame          u8 type, u32 length of the body, body
+
+    type  message       body
+    0x01  CHALLENGE     32 nonce, versions, text observed address
+    0x02  HELLO         32 node id, versions, 64 signature
+    0x03  WELCOME       u16 version
+    0x04  REFUSAL       u16 code, text detail
+    0x10  DISPATCH      8 model tag, u16 layer, u8 form of the rows, u8 form wanted back, u32 D, u32 N, u32 P,
+                        N x u8 pairs of each row, P x u16 expert id, P x f32 weight (absent if exact is wanted back),
+                        N rows
+    0x11  RESULT        u8 form, 3 zero, u32 rows, u32 D, u32 compute us, u32 queue us, rows
+    0x20  ANNOUNCE      signed record
+    0x21  ACCEPTED      u8 is new (0 or 1)
+    0x22  LOOKUP        32 model id, or nothing: which models are there?
+    0x23  RECORDS       u16 n, n x (u32 ms left, u32 length, signed record)
+    0x30  GET_MANIFEST  32 model id
+    0x31  MANIFEST      canonical JSON
+    0x32  GET_BLOCK     32 model id, u16 layer, u16 expert
+    0x33  BLOCK         bytes of the tensors' planes, in name order
+    0x40  GET_STATUS    nothing
+    0x41  STATUS        one JSON object
+
+    versions = u8 n, n x u16        text = u16 length, UTF-8
+
+Types from 0x80 on may be ignored by whoever does not know them; below, an unknown type is an error.
+Each type has a largest body (LIMITS), checked on the header, before any memory is taken for the body.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.errors import LocalProtocolError, RemoteProtocolError
+from swarm.ids import MAX_INDEX, ModelId, NodeId
+from swarm.wire import messages as m
+from swarm.wire.rows import WireForm, decode_rows, encode_rows
+
+HEADER = struct.Struct("<BI")
+IGNORABLE_FROM = 0x80
+KB, MB = 1 << 10, 1 << 20
+
+
+class FrameType(IntEnum):
+    """The first byte of a frame."""
+
+    CHALLENGE = 0x01
+    HELLO = 0x02
+    WELCOME = 0x03
+    REFUSAL = 0x04
+    DISPATCH = 0x10
+    RESULT = 0x11
+    ANNOUNCE = 0x20
+    ACCEPTED = 0x21
+    LOOKUP = 0x22
+    RECORDS = 0x23
+    GET_MANIFEST = 0x30
+    MANIFEST = 0x31
+    GET_BLOCK = 0x32
+    BLOCK = 0x33
+    GET_STATUS = 0x40
+    STATUS = 0x41
+
+
+# Largest bodies, bytes. 96 MB holds one expert of DeepSeek-V3 in F16 (3 x 7168 x 2048 x 2 = 88 MB), the largest block in
+# sight, and 2,048 rows of D=8192 in f32 (67 MB). The small ones are the byte table's own sums, or guessed with room.
+LIMITS: dict[FrameType, int] = {
+    FrameType.CHALLENGE: KB,
+    FrameType.HELLO: KB,
+    FrameType.WELCOME: 2,
+    FrameType.REFUSAL: 2 * KB,
+    FrameType.DISPATCH: 96 * MB,
+    FrameType.RESULT: 96 * MB,
+    FrameType.ANNOUNCE: 20 * KB,
+    FrameType.ACCEPTED: 1,
+    FrameType.LOOKUP: 32,
+    FrameType.RECORDS: 16 * MB,
+    FrameType.GET_MANIFEST: 32,
+    FrameType.MANIFEST: 16 * MB,
+    FrameType.GET_BLOCK: 36,
+    FrameType.BLOCK: 96 * MB,
+    FrameType.GET_STATUS: 0,
+    FrameType.STATUS: 4 * MB,
+}
+FRAME_TYPE_OF: dict[type[m.Message], FrameType] = {
+    m.Challenge: FrameType.CHALLENGE,
+    m.Hello: FrameType.HELLO,
+    m.Welcome: FrameType.WELCOME,
+    m.Refusal: FrameType.REFUSAL,
+    m.Dispatch: FrameType.DISPATCH,
+    m.Result: FrameType.RESULT,
+    m.Announce: FrameType.ANNOUNCE,
+    m.Accepted: FrameType.ACCEPTED,
+    m.Lookup: FrameType.LOOKUP,
+    m.Records: FrameType.RECORDS,
+    m.GetManifest: FrameType.GET_MANIFEST,
+    m.ManifestBytes: FrameType.MANIFEST,
+    m.GetBlock: FrameType.GET_BLOCK,
+    m.BlockBytes: FrameType.BLOCK,
+    m.GetStatus: FrameType.GET_STATUS,
+    m.Status: FrameType.STATUS,
+}
+REQUEST_TYPES = frozenset(FRAME_TYPE_OF[request] for request in m.RESPONSE_TO)
+
+_DISPATCH = struct.Struct(f"<{m.MODEL_TAG_BYTES}sHBBIII")
+_RESULT = struct.Struct("<B3xIIII")
+_FORM_CODES = {form: form.code for form in WireForm}
+_FORMS = {code: form for form, code in _FORM_CODES.items()}
+_MAX_TEXT_BYTES = 1000
+
+
+def encode(message: m.Message) -> bytes:
+    """Return the whole frame of `message`.
+
+    Raises:
+        LocalProtocolError: the body is larger than its type allows.
+    """
+    frame_type = FRAME_TYPE_OF[type(message)]
+    parts = _ENCODERS[frame_type](message)
+    size = sum(map(len, parts))
+    if size > LIMITS[frame_type]:
+        raise LocalProtocolError(f"{frame_type.name} too large: got {size} bytes, expected at most {LIMITS[frame_type]}")
+    return b"".join((HEADER.pack(frame_type, size), *parts))
+
+
+def decode(frame_type: FrameType, body: memoryview) -> m.Message:
+    """Return the message of one whole body. Arrays in it share the body's memory and cannot be written.
+
+    Raises:
+        RemoteProtocolError: whatever else the bytes are.
+    """
+    if len(body) > LIMITS[frame_type]:
+        raise RemoteProtocolError(
+            f"{frame_type.name} too large: got {len(body)} bytes, expected at most {LIMITS[frame_type]}"
+        )
+    reader = _Reader(body, frame_type.name)
+    message = _DECODERS[frame_type](reader)
+    reader.expect_end()
+    return message
+
+
+def decode_frame(data: bytes) -> m.Message:
+    """Return the message of exactly one frame, header included; raises RemoteProtocolError."""
+    if len(data) < HEADER.size:
+        raise RemoteProtocolError(f"frame cut short: got {len(data)} bytes, expected at least {HEADER.size}")
+    code, size = HEADER.unpack_from(data)
+    if size != len(data) - HEADER.size:
+        raise RemoteProtocolError(f"frame length is wrong: got {len(data) - HEADER.size} bytes, header says {size}")
+    return decode(frame_type_of(code), memoryview(data)[HEADER.size :])
+
+
+def frame_type_of(code: int) -> FrameType:
+    """Return the known type; raises RemoteProtocolError."""
+    try:
+        return FrameType(code)
+    except ValueError:
+        raise RemoteProtocolError(f"unknown frame type: got 0x{code:02x}") from None
+
+
+class _Reader:
+    """Takes typed pieces off one body; every shortage is a RemoteProtocolError."""
+
+    def __init__(self, body: memoryview, name: str) -> None:
+        self._body = body
+        self._at = 0
+        self._name = name
+
+    @property
+    def n_left(self) -> int:
+        return len(self._body) - self._at
+
+    def take(self, size: int) -> memoryview:
+        if size > self.n_left:
+            raise RemoteProtocolError(f"{self._name} cut short: got {self.n_left} bytes, expected {size} more")
+        piece = self._body[self._at : self._at + size]
+        self._at += size
+        return piece
+
+    def rest(self) -> bytes:
+        return bytes(self.take(self.n_left))
+
+    def unpack(self, layout: struct.Struct) -> tuple[int, ...]:
+        return layout.unpack(self.take(layout.size))
+
+    def number(self, code: str) -> int:
+        return int(struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0])
+
+    def versions(self) -> tuple[int, ...]:
+        n = self.number("B")
+        return struct.unpack(f"<{n}H", self.take(2 * n))
+
+    def text(self) -> str:
+        raw = bytes(self.take(self.number("H")))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise RemoteProtocolError(f"{self._name} holds text that is not UTF-8") from error
+
+    def form(self, code: int) -> WireForm:
+        if code not in _FORMS:
+            raise RemoteProtocolError(f"unknown wire form in {self._name}: got {code}, expected one of {sorted(_FORMS)}")
+        return _FORMS[code]
+
+    def array(self, dtype: str, n: int) -> npt.NDArray[np.generic]:
+        return np.frombuffer(self.take(np.dtype(dtype).itemsize * n), dtype)
+
+    def expect_end(self) -> None:
+        if self.n_left:
+            raise RemoteProtocolError(f"{self._name} too long: got {self.n_left} bytes after its end")
+
+
+def _versions(versions: tuple[int, ...]) -> bytes:
+    return struct.pack(f"<B{len(versions)}H", len(versions), *versions)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()[:_MAX_TEXT_BYTES].decode(errors="ignore").encode()
+    return struct.pack("<H", len(raw)) + raw
+
+
+def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
+    n_rows, n_embd = d.rows.shape
+    head = _DISPATCH.pack(
+        d.model_tag, d.layer, d.rows_form.code, d.result_form.code, n_embd, n_rows, len(d.expert_ids)
+    )
+    parts = [head, d.row_counts.astype("u1").tobytes(), d.expert_ids.astype("<u2").tobytes()]
+    if d.weights is not None:
+        parts.append(d.weights.astype("<f4").tobytes())
+    parts.append(encode_rows(d.rows, d.rows_form))
+    return parts
+
+
+def _decode_dispatch(r: _Reader) -> m.Dispatch:
+    head = _DISPATCH.unpack(r.take(_DISPATCH.size))
+    tag, layer, rows_code, result_code, n_embd, n_rows, n_pairs = head
+    rows_form, result_form = r.form(rows_code), r.form(result_code)
+    if not n_rows or not n_embd or not n_rows <= n_pairs <= n_rows * 255:
+        raise RemoteProtocolError(f"DISPATCH counts do not fit: got {n_rows} rows of {n_embd}, {n_pairs} pairs")
+    row_counts = r.array("u1", n_rows).astype(np.uint8, copy=False)
+    expert_ids = r.array("<u2", n_pairs).astype(np.uint16, copy=False)
+    weights = None
+    if result_form is not WireForm.EXACT:
+        weights = r.array("<f4", n_pairs).astype(np.float32, copy=False)
+    if not row_counts.all() or int(row_counts.sum(dtype=np.int64)) != n_pairs:
+        raise RemoteProtocolError(f"DISPATCH row counts do not add up: expected {n_pairs} pairs, each row at least one")
+    rows = decode_rows(r.take(r.n_left), n_rows, n_embd, rows_form)
+    return m.Dispatch(
+        model_tag=bytes(tag),
+        layer=layer,
+        rows_form=rows_form,
+        result_form=result_form,
+        row_counts=row_counts,
+        expert_ids=expert_ids,
+        weights=weights,
+        rows=rows,
+    )
+
+
+def _encode_result(result: m.Result) -> list[bytes]:
+    n_rows, n_embd = result.rows.shape
+    cap = (1 << 32) - 1
+    head = _RESULT.pack(result.form.code, n_rows, n_embd, min(result.compute_us, cap), min(result.queue_us, cap))
+    return [head, encode_rows(result.rows, result.form)]
+
+
+def _decode_result(r: _Reader) -> m.Result:
+    code, n_rows, n_embd, compute_us, queue_us = r.unpack(_RESULT)
+    form = r.form(code)
+    rows = decode_rows(r.take(r.n_left), n_rows, n_embd, form)
+    return m.Result(form=form, rows=rows, compute_us=compute_us, queue_us=queue_us)
+
+
+def _encode_records(records: m.Records) -> list[bytes]:
+    parts = [struct.pack("<H", len(records.records))]
+    for left_ms, record in records.records:
+        parts += [struct.pack("<II", left_ms, len(record)), record]
+    return parts
+
+
+def _decode_records(r: _Reader) -> m.Records:
+    records = []
+    for _ in range(r.number("H")):
+        left_ms, size = r.number("I"), r.number("I")
+        records.append((left_ms, bytes(r.take(size))))
+    return m.Records(records=tuple(records))
+
+
+def _decode_accepted(r: _Reader) -> m.Accepted:
+    value = r.number("B")
+    if value > 1:
+        raise RemoteProtocolError(f"ACCEPTED flag is wrong: got {value}, expected 0 or 1")
+    return m.Accepted(is_new=bool(value))
+
+
+def _decode_lookup(r: _Reader) -> m.Lookup:
+    return m.Lookup(model_id=ModelId(bytes(r.take(32))) if r.n_left else None)
+
+
+def _index(value: int) -> int:
+    if not 0 <= value <= MAX_INDEX:
+        raise LocalProtocolError(f"index out of range: got {value}, expected 0 to {MAX_INDEX}")
+    return value
+
+
+# Lambdas, since each is one line of the byte table above.
+_ENCODERS: dict[FrameType, Callable[..., list[bytes]]] = {
+    FrameType.CHALLENGE: lambda x: [x.nonce, _versions(x.versions), _text(x.observed_address)],
+    FrameType.HELLO: lambda x: [x.node_id.raw, _versions(x.versions), x.signature],
+    FrameType.WELCOME: lambda x: [struct.pack("<H", x.version)],
+    FrameType.REFUSAL: lambda x: [struct.pack("<H", x.code), _text(x.detail)],
+    FrameType.DISPATCH: _encode_dispatch,
+    FrameType.RESULT: _encode_result,
+    FrameType.ANNOUNCE: lambda x: [x.record],
+    FrameType.ACCEPTED: lambda x: [bytes([x.is_new])],
+    FrameType.LOOKUP: lambda x: [x.model_id.raw] if x.model_id else [],
+    FrameType.RECORDS: _encode_records,
+    FrameType.GET_MANIFEST: lambda x: [x.model_id.raw],
+    FrameType.MANIFEST: lambda x: [x.data],
+    FrameType.GET_BLOCK: lambda x: [x.model_id.raw, struct.pack("<HH", _index(x.layer), _index(x.expert))],
+    FrameType.BLOCK: lambda x: [x.data],
+    FrameType.GET_STATUS: lambda x: [],
+    FrameType.STATUS: lambda x: [x.data],
+}
+_DECODERS: dict[FrameType, Callable[[_Reader], m.Message]] = {
+    FrameType.CHALLENGE: lambda r: m.Challenge(
+        nonce=bytes(r.take(32)), versions=r.versions(), observed_address=r.text()
+    ),
+    FrameType.HELLO: lambda r: m.Hello(
+        node_id=NodeId(bytes(r.take(32))), versions=r.versions(), signature=bytes(r.take(64))
+    ),
+    FrameType.WELCOME: lambda r: m.Welcome(version=r.number("H")),
+    FrameType.REFUSAL: lambda r: m.Refusal(code=r.number("H"), detail=r.text()),
+    FrameType.DISPATCH: _decode_dispatch,
+    FrameType.RESULT: _decode_result,
+    FrameType.ANNOUNCE: lambda r: m.Announce(record=r.rest()),
+    FrameType.ACCEPTED: _decode_accepted,
+    FrameType.LOOKUP: _decode_lookup,
+    FrameType.RECORDS: _decode_records,
+    FrameType.GET_MANIFEST: lambda r: m.GetManifest(model_id=ModelId(bytes(r.take(32)))),
+    FrameType.MANIFEST: lambda r: m.ManifestBytes(data=r.rest()),
+    FrameType.GET_BLOCK: lambda r: m.GetBlock(
+        model_id=ModelId(bytes(r.take(32))), layer=r.number("H"), expert=r.number("H")
+    ),
+    FrameType.BLOCK: lambda r: m.BlockBytes(data=r.rest()),
+    FrameType.GET_STATUS: lambda r: m.GetStatus(),
+    FrameType.STATUS: lambda r: m.Status(data=r.rest()),
+}

@@ -1,0 +1,198 @@
+"""What two nodes say to each other, as frozen values. How they become bytes is `frames`; when they may be said is `session`.
+
+A link starts with three greetings on exchange 1, opened by the server:
+
+    server                         client
+      CHALLENGE nonce, versions  ->
+                                 <-  HELLO node id, versions, signature
+      WELCOME version            ->
+
+After that either side opens exchanges: one request, one answer (or a REFUSAL).
+
+    ANNOUNCE -> ACCEPTED     LOOKUP -> RECORDS          (registry)
+    GET_MANIFEST -> MANIFEST GET_BLOCK -> BLOCK         (a backbone that offers its model)
+    DISPATCH -> RESULT       GET_STATUS -> STATUS       (a peer)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.ids import ModelId, NodeId
+from swarm.wire.rows import WireForm
+
+MODEL_TAG_BYTES = 8  # enough to tell the models of one peer apart; the link itself is authenticated
+
+
+class ErrorCode(IntEnum):
+    """Why a request was refused. Numbers below 0x10 also close links and belong to RemoteProtocolError classes."""
+
+    PROTOCOL = 0x01
+    VERSION = 0x02
+    IDENTITY = 0x03
+    NOT_FOUND = 0x10
+    BUSY = 0x11
+    INTERNAL = 0x12
+    NOT_ALLOWED = 0x13
+    SHUTTING_DOWN = 0x14
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Challenge:
+    """The server's first word: a fresh nonce (32 bytes), its wire versions, and the address it sees the client at."""
+
+    nonce: bytes
+    versions: tuple[int, ...]
+    observed_address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """The client proves which node it is: see `session.hello_statement` for what is signed."""
+
+    node_id: NodeId
+    versions: tuple[int, ...]
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    """The wire version that both sides use from here on."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """An answer that is an error. `detail` is for people, at most 1,000 bytes of UTF-8."""
+
+    code: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dispatch:
+    """Hidden-state rows for the experts of one layer at one peer. A row travels once however many experts it meets.
+
+    Attributes:
+        model_tag: the first 8 bytes of the model id.
+        layer: the N of `blk.N`.
+        rows_form: how `rows` travels; `result_form` how the answer is wanted: `exact` asks for raw per-expert rows,
+            every other form for weighted partial sums.
+        row_counts: [N] uint8, pairs of each row, at least 1.
+        expert_ids: [P] uint16, global ids, in row order; P = sum of row_counts.
+        weights: [P] float32, or None with result_form `exact`, whose weighting the backbone does.
+        rows: [N, D] float32.
+    """
+
+    model_tag: bytes
+    layer: int
+    rows_form: WireForm
+    result_form: WireForm
+    row_counts: npt.NDArray[np.uint8]
+    expert_ids: npt.NDArray[np.uint16]
+    weights: npt.NDArray[np.float32] | None
+    rows: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Result:
+    """A peer's answer: raw rows [P, D] (form `exact`) or partial sums [N, D], float32, with what it spent on them.
+
+    Attributes:
+        compute_us, queue_us: microseconds in the experts' compute and in the peer's queue before it.
+    """
+
+    form: WireForm
+    rows: npt.NDArray[np.float32]
+    compute_us: int
+    queue_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announce:
+    """A signed record (swarm.registry.records) for the registry to keep."""
+
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The registry's answer to ANNOUNCE; `is_new` is false when it already held this record."""
+
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """Asks for the records of one model, or, with None, for the models on offer."""
+
+    model_id: ModelId | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """Signed records with the milliseconds each has left."""
+
+    records: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetManifest:
+    """Asks for a model's manifest."""
+
+    model_id: ModelId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestBytes:
+    """A manifest as canonical JSON; its sha256 is the model id that was asked for, which the receiver checks."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetBlock:
+    """Asks for the bytes of one (layer, expert)."""
+
+    model_id: ModelId
+    layer: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockBytes:
+    """The bytes of one (layer, expert): its tensors' planes in name order. The receiver checks them by the manifest."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetStatus:
+    """Asks a node how it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A node's state as one JSON object in UTF-8."""
+
+    data: bytes
+
+
+Greeting = Challenge | Hello | Welcome
+Request = Dispatch | Announce | Lookup | GetManifest | GetBlock | GetStatus
+Response = Result | Accepted | Records | ManifestBytes | BlockBytes | Status
+Message = Greeting | Request | Response | Refusal
+
+RESPONSE_TO: dict[type[Request], type[Response]] = {
+    Dispatch: Result,
+    Announce: Accepted,
+    Lookup: Records,
+    GetManifest: ManifestBytes,
+    GetBlock: BlockBytes,
+    GetStatus: Status,
+}
