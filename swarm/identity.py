@@ -43,7 +43,9 @@ class Identity:
                 raise UserError(f"key file is readable by others: {path}; run chmod 600 on it, or delete it")
             seed = path.read_bytes()
             if len(seed) != 32:
-                raise UserError(f"key file is damaged: {path} has {len(seed)} bytes, expected 32; delete it to start anew")
+                raise UserError(
+                    f"key file is damaged: {path} has {len(seed)} bytes, expected 32; delete it to start anew"
+                )
             return cls.from_seed(seed)
         identity = cls.generate()
         path.parent.mkdir(parents=True, exist_ok=True)

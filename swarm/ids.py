@@ -109,7 +109,7 @@ class ExpertSet:
     def of(cls, layers: Iterable[int], experts: Iterable[int]) -> Self:
         """Return the same experts in each of the layers."""
         chosen = frozenset(experts)
-        return cls({layer: chosen for layer in layers})
+        return cls(dict.fromkeys(layers, chosen))
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield (layer, expert), ascending."""

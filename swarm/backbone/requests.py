@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -104,7 +104,7 @@ class TextGenerator(Protocol):
         """`bos_token` and `eos_token` as text, for the chat template."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TextDelta]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:
         """Stream the answer; closing the iterator stops the work.
 
         Raises:

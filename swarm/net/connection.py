@@ -17,6 +17,7 @@ from aioquic.quic.connection import QuicConnection
 
 from swarm.errors import ConnectionLost, IdentityMismatch, RemoteProtocolError, SwarmError, VersionRefused
 from swarm.ids import NodeId
+from swarm.net.addresses import SocketAddress
 from swarm.net.certificate import presented_node_id
 from swarm.wire import messages as m
 from swarm.wire import session as s
@@ -48,6 +49,7 @@ class Connection:
         self.quic = quic
         self.is_client = quic.configuration.is_client
         self.rtt_s: float | None = None  # smoothed round trip of a ping, seconds
+        self.address: SocketAddress | None = None  # as a client: where it was dialled
         self.observed_address: str | None = None  # as a client: where the server sees us
         self._session = session
         self._make_session = make_session
@@ -229,9 +231,7 @@ class Connection:
         try:
             presented = presented_node_id(self.quic)
             if self._expected is not None and presented != self._expected:
-                raise IdentityMismatch(
-                    f"another node answered: got {presented.short}, expected {self._expected.short}"
-                )
+                raise IdentityMismatch(f"another node answered: got {presented.short}, expected {self._expected.short}")
         except IdentityMismatch as error:
             self._end(error)
             return

@@ -98,7 +98,9 @@ class Endpoint:
             udp.bind((self._host, self._port))
         except OSError as error:
             udp.close()
-            raise UserError(f"cannot use UDP {self._host}:{self._port}: {error.strerror}; choose another --port") from error
+            raise UserError(
+                f"cannot use UDP {self._host}:{self._port}: {error.strerror}; choose another --port"
+            ) from error
         await self._tasks.__aenter__()
         self._socket = udp
         asyncio.get_running_loop().add_reader(udp, self._on_readable)
@@ -141,6 +143,7 @@ class Endpoint:
             raise ConnectionLost("the endpoint is closed")
         quic = QuicConnection(configuration=self._configurations[True])
         connection = self._adopt(quic, expected, "")
+        connection.address = address
         quic.connect(address, now=clock())
         connection.flush()
         try:
@@ -230,9 +233,7 @@ class Endpoint:
         if len(self._connections) >= MAX_CONNECTIONS or n_half_open >= MAX_HALF_OPEN:
             logger.warning("refused a connection: got %d, of them %d half-open", len(self._connections), n_half_open)
             return None
-        quic = QuicConnection(
-            configuration=configuration, original_destination_connection_id=header.destination_cid
-        )
+        quic = QuicConnection(configuration=configuration, original_destination_connection_id=header.destination_cid)
         connection = self._adopt(quic, None, format_address(address))
         self._on_cid(connection, header.destination_cid, True)  # the client's first packets use the id it chose
         return connection

@@ -12,7 +12,7 @@
                         N rows
     0x11  RESULT        u8 form, 3 zero, u32 rows, u32 D, u32 compute us, u32 queue us, rows
     0x20  ANNOUNCE      signed record
-    0x21  ACCEPTED      u8 is new (0 or 1)
+    0x21  ACCEPTED      u8 is new (0 or 1), u64 highest seq
     0x22  LOOKUP        32 model id, or nothing: which models are there?
     0x23  RECORDS       u16 n, n x (u32 ms left, u32 length, signed record)
     0x30  GET_MANIFEST  32 model id
@@ -78,7 +78,7 @@ LIMITS: dict[FrameType, int] = {
     FrameType.DISPATCH: 96 * MB,
     FrameType.RESULT: 96 * MB,
     FrameType.ANNOUNCE: 20 * KB,
-    FrameType.ACCEPTED: 1,
+    FrameType.ACCEPTED: 9,
     FrameType.LOOKUP: 32,
     FrameType.RECORDS: 16 * MB,
     FrameType.GET_MANIFEST: 32,
@@ -110,8 +110,6 @@ REQUEST_TYPES = frozenset(FRAME_TYPE_OF[request] for request in m.RESPONSE_TO)
 
 _DISPATCH = struct.Struct(f"<{m.MODEL_TAG_BYTES}sHBBIII")
 _RESULT = struct.Struct("<B3xIIII")
-_FORM_CODES = {form: form.code for form in WireForm}
-_FORMS = {code: form for form, code in _FORM_CODES.items()}
 _MAX_TEXT_BYTES = 1000
 
 
@@ -125,7 +123,9 @@ def encode(message: m.Message) -> bytes:
     parts = _ENCODERS[frame_type](message)
     size = sum(map(len, parts))
     if size > LIMITS[frame_type]:
-        raise LocalProtocolError(f"{frame_type.name} too large: got {size} bytes, expected at most {LIMITS[frame_type]}")
+        raise LocalProtocolError(
+            f"{frame_type.name} too large: got {size} bytes, expected at most {LIMITS[frame_type]}"
+        )
     return b"".join((HEADER.pack(frame_type, size), *parts))
 
 
@@ -202,11 +202,6 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise RemoteProtocolError(f"{self._name} holds text that is not UTF-8") from error
 
-    def form(self, code: int) -> WireForm:
-        if code not in _FORMS:
-            raise RemoteProtocolError(f"unknown wire form in {self._name}: got {code}, expected one of {sorted(_FORMS)}")
-        return _FORMS[code]
-
     def array(self, dtype: str, n: int) -> npt.NDArray[np.generic]:
         return np.frombuffer(self.take(np.dtype(dtype).itemsize * n), dtype)
 
@@ -226,9 +221,7 @@ def _text(text: str) -> bytes:
 
 def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
     n_rows, n_embd = d.rows.shape
-    head = _DISPATCH.pack(
-        d.model_tag, d.layer, d.rows_form.code, d.result_form.code, n_embd, n_rows, len(d.expert_ids)
-    )
+    head = _DISPATCH.pack(d.model_tag, d.layer, d.rows_form.code, d.result_form.code, n_embd, n_rows, len(d.expert_ids))
     parts = [head, d.row_counts.astype("u1").tobytes(), d.expert_ids.astype("<u2").tobytes()]
     if d.weights is not None:
         parts.append(d.weights.astype("<f4").tobytes())
@@ -239,7 +232,7 @@ def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
 def _decode_dispatch(r: _Reader) -> m.Dispatch:
     head = _DISPATCH.unpack(r.take(_DISPATCH.size))
     tag, layer, rows_code, result_code, n_embd, n_rows, n_pairs = head
-    rows_form, result_form = r.form(rows_code), r.form(result_code)
+    rows_form, result_form = WireForm.from_code(rows_code), WireForm.from_code(result_code)
     if not n_rows or not n_embd or not n_rows <= n_pairs <= n_rows * 255:
         raise RemoteProtocolError(f"DISPATCH counts do not fit: got {n_rows} rows of {n_embd}, {n_pairs} pairs")
     row_counts = r.array("u1", n_rows).astype(np.uint8, copy=False)
@@ -271,7 +264,7 @@ def _encode_result(result: m.Result) -> list[bytes]:
 
 def _decode_result(r: _Reader) -> m.Result:
     code, n_rows, n_embd, compute_us, queue_us = r.unpack(_RESULT)
-    form = r.form(code)
+    form = WireForm.from_code(code)
     rows = decode_rows(r.take(r.n_left), n_rows, n_embd, form)
     return m.Result(form=form, rows=rows, compute_us=compute_us, queue_us=queue_us)
 
@@ -295,7 +288,7 @@ def _decode_accepted(r: _Reader) -> m.Accepted:
     value = r.number("B")
     if value > 1:
         raise RemoteProtocolError(f"ACCEPTED flag is wrong: got {value}, expected 0 or 1")
-    return m.Accepted(is_new=bool(value))
+    return m.Accepted(is_new=bool(value), highest_seq=r.number("Q"))
 
 
 def _decode_lookup(r: _Reader) -> m.Lookup:
@@ -317,7 +310,7 @@ _ENCODERS: dict[FrameType, Callable[..., list[bytes]]] = {
     FrameType.DISPATCH: _encode_dispatch,
     FrameType.RESULT: _encode_result,
     FrameType.ANNOUNCE: lambda x: [x.record],
-    FrameType.ACCEPTED: lambda x: [bytes([x.is_new])],
+    FrameType.ACCEPTED: lambda x: [struct.pack("<BQ", x.is_new, x.highest_seq)],
     FrameType.LOOKUP: lambda x: [x.model_id.raw] if x.model_id else [],
     FrameType.RECORDS: _encode_records,
     FrameType.GET_MANIFEST: lambda x: [x.model_id.raw],

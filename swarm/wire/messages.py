@@ -122,9 +122,15 @@ class Announce:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """The registry's answer to ANNOUNCE; `is_new` is false when it already held this record."""
+    """The registry's answer to ANNOUNCE.
+
+    Attributes:
+        is_new: false when it already held this record, or one with a higher seq.
+        highest_seq: the highest it knows of that node, kind and model: an announcer that has lost its count goes above.
+    """
 
     is_new: bool
+    highest_seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

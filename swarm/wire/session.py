@@ -9,7 +9,7 @@ bytes in order, but exchanges among each other in any order. The session knows n
     client GREETING  CHALLENGE in    -> WELCOMING       (sends HELLO)
     client WELCOMING WELCOME   in    -> OPEN
     any but CLOSED   violation       -> CLOSED
-    any but CLOSED   deadline passed -> CLOSED          (greeting, or silence while requests wait)
+    any but CLOSED   deadline passed -> CLOSED          (greeting; silence while answers are owed, or after a ping)
 
 The session is bounded: exchanges in each direction, bytes of incomplete frames, a deadline on each request and on the
 greeting, and silence on a link that owes an answer.
@@ -56,13 +56,21 @@ GREETING_DEADLINE_S = 5.0  # guessed: ten round trips of 500 ms
 MAX_EXCHANGES = 256  # in each direction; guessed: 64 layers' worth of batches in flight
 MAX_BUFFERED_BYTES = 256 << 20  # incomplete incoming frames of one link, all exchanges together; guessed
 PING_AFTER_S = 0.5  # of silence while an answer is owed
-LOST_AFTER_S = 3.0  # of silence while an answer is owed: keeps a dead peer's request under 5 s, with room for a busy machine
-KEEPALIVE_S = 10.0  # the client pings this often on a quiet link; a third of the QUIC idle timeout
+LOST_AFTER_S = (
+    3.0  # of silence while an answer is owed: keeps a dead peer's request under 5 s, with room for a busy machine
+)
+KEEPALIVE_S = 5.0  # the client pings this often on a quiet link, and gives it up LOST_AFTER_S later
 
 
 def hello_statement(*, server: NodeId, nonce: bytes, client: NodeId, versions: tuple[int, ...]) -> bytes:
     """Return what a client signs: bound to this server and this connection's nonce, so it cannot be replayed elsewhere."""
-    return b"swarm hello 1\0" + server.raw + nonce + client.raw + struct.pack(f"<B{len(versions)}H", len(versions), *versions)
+    return (
+        b"swarm hello 1\0"
+        + server.raw
+        + nonce
+        + client.raw
+        + struct.pack(f"<B{len(versions)}H", len(versions), *versions)
+    )
 
 
 class State(Enum):
@@ -310,7 +318,10 @@ class Session:
             quiet_since = max(self._last_heard, self._last_ping)
             deadlines += [quiet_since + PING_AFTER_S, self._last_heard + LOST_AFTER_S]
         elif self.is_client:
-            deadlines.append(max(self._last_heard, self._last_ping) + KEEPALIVE_S)
+            deadlines += [
+                max(self._last_heard, self._last_ping) + KEEPALIVE_S,
+                self._last_heard + self._longest_silence(),
+            ]
         return min(deadlines, default=None)
 
     def handle_timeout(self, now: float) -> list[Event]:
@@ -321,8 +332,8 @@ class Session:
             if now < self._greeting_deadline:
                 return []
             return self.close(DeadlineExceeded(f"no greeting within {GREETING_DEADLINE_S:.0f} s"))
-        if self._waiting and now >= self._last_heard + LOST_AFTER_S:
-            return self.close(ConnectionLost(f"silent for {now - self._last_heard:.1f} s while an answer was due"))
+        if (self._waiting or self.is_client) and now >= self._last_heard + self._longest_silence():
+            return self.close(ConnectionLost(f"silent for {now - self._last_heard:.1f} s"))
         quiet_since = max(self._last_heard, self._last_ping)
         if now >= quiet_since + (PING_AFTER_S if self._waiting else KEEPALIVE_S) and (self._waiting or self.is_client):
             self.wants_ping = True
@@ -333,6 +344,9 @@ class Session:
         return [RequestFailed(exchange=x, error=DeadlineExceeded("no answer within the deadline")) for x in late]
 
     # Inside
+
+    def _longest_silence(self) -> float:
+        return LOST_AFTER_S if self._waiting else KEEPALIVE_S + LOST_AFTER_S
 
     def _receive(self, exchange: int, data: bytes, is_end: bool) -> list[Event]:
         is_ours = exchange % 2 == (0 if self.is_client else 1) and exchange != GREETING_EXCHANGE

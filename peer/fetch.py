@@ -1,0 +1,156 @@
+"""Gets a model's manifest and the blocks of a slice from nodes that offer them, and checks every byte.
+
+One request per (layer, expert). Blocks land in a BlockStore, so a download that was cut goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+
+from swarm.errors import (
+    IntegrityError,
+    NetworkError,
+    RemoteProtocolError,
+    RemoteRefused,
+    SwarmError,
+    UserError,
+)
+from swarm.ids import ExpertSet, ModelId
+from swarm.model.block_store import BlockStore
+from swarm.model.manifest import Manifest
+from swarm.net.addresses import parse_address
+from swarm.net.connection import Connection
+from swarm.net.pool import Pool
+from swarm.registry.client import Registry
+from swarm.registry.records import ModelOffer
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+N_PARALLEL = 4  # block requests under way; guessed: hides a round trip without holding many blocks in memory
+BLOCK_TIMEOUT_S = 120.0  # one block; guessed: 88 MB at 6 Mbit/s
+MANIFEST_TIMEOUT_S = 30.0
+N_ATTEMPTS = 3  # per block, over all who offer the model
+RETRY_S = 0.5
+
+
+def choose_model(offers: Sequence[ModelOffer], wanted: str | None) -> tuple[ModelId, list[ModelOffer]]:
+    """Return the model that `wanted` names (a name, `name@prefix` or an id prefix; None: the only one) and its offers.
+
+    Raises:
+        UserError: no such model, or several.
+    """
+    models: dict[ModelId, list[ModelOffer]] = {}
+    for offer in offers:
+        if offer.offers_blocks and (wanted is None or _matches(offer, wanted)):
+            models.setdefault(offer.model, []).append(offer)
+    if not models:
+        if wanted is None:
+            raise UserError("the registry offers no model yet; start a backbone with swarm serve, or give --model FILE")
+        raise UserError(f"the registry offers no model {wanted!r}; swarm peers lists what it knows")
+    if len(models) > 1:
+        names = ", ".join(sorted(f"{of[0].model_name}@{model.short}" for model, of in models.items()))
+        raise UserError(f"several models fit, choose one with --model: {names}")
+    return next(iter(models.items()))
+
+
+def _matches(offer: ModelOffer, wanted: str) -> bool:
+    full_name = f"{offer.model_name}@{offer.model.short}"
+    return wanted in (offer.model_name, full_name) or (len(wanted) >= 4 and str(offer.model).startswith(wanted))
+
+
+async def fetch_manifest(pool: Pool, model: ModelId, offers: Sequence[ModelOffer]) -> Manifest:
+    """Return the model's manifest from the first offer that gives the right one.
+
+    Raises:
+        NetworkError: nobody did.
+    """
+    error: SwarmError | None = None
+    for offer in offers:
+        try:
+            connection = await _connect(pool, offer)
+            answer = await connection.request(m.GetManifest(model_id=model), timeout_s=MANIFEST_TIMEOUT_S)
+            assert isinstance(answer, m.ManifestBytes)  # the session checks an answer's type
+            if hashlib.sha256(answer.data).digest() != model.raw:
+                raise IntegrityError(f"node {offer.node.short} sent a manifest that is not model {model.short}'s")
+            return Manifest.from_bytes(answer.data)
+        except (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError) as failure:
+            logger.warning("no manifest from node %s: %s", offer.node.short, failure)
+            error = failure
+    raise NetworkError(f"nobody gives the manifest of model {model.short}: {error}")
+
+
+class SliceFetcher:
+    """Fetches the missing blocks of one slice."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        pool: Pool,
+        store: BlockStore,
+        progress: Callable[[int, int], None],
+    ) -> None:
+        """`progress` is told (blocks there, blocks wanted) after each block."""
+        self._registry = registry
+        self._pool = pool
+        self._store = store
+        self._progress = progress
+
+    async def fetch(self, experts: ExpertSet) -> None:
+        """Return when the store has every block of `experts`.
+
+        Raises:
+            NetworkError: a block could not be had from anybody.
+            IntegrityError: everybody who offers a block sends wrong bytes.
+        """
+        missing = [pair for pair in experts if not self._store.has(*pair)]
+        n_there = len(experts) - len(missing)
+        self._progress(n_there, len(experts))
+        todo = iter(missing)
+
+        async def work() -> None:
+            nonlocal n_there
+            for layer, expert in todo:  # the workers share one iterator: each block is taken once
+                await self._fetch_block(layer, expert)
+                n_there += 1
+                self._progress(n_there, len(experts))
+
+        try:
+            async with asyncio.TaskGroup() as workers:
+                for _ in range(min(N_PARALLEL, len(missing))):
+                    workers.create_task(work())
+        except* SwarmError as group:
+            raise group.exceptions[0] from None
+
+    async def _fetch_block(self, layer: int, expert: int) -> None:
+        error: SwarmError | None = None
+        for attempt in range(N_ATTEMPTS):
+            offers = await self._registry.offers(self._store.manifest.model_id)
+            for offer in (offer for offer in offers if offer.offers_blocks):
+                try:
+                    await self._from(offer, layer, expert)
+                    return
+                except (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError) as failure:
+                    logger.warning("no block of layer %d, expert %d: %s", layer, expert, failure)
+                    error = failure
+            await asyncio.sleep(RETRY_S * (attempt + 1))
+        if isinstance(error, IntegrityError):
+            raise error
+        raise NetworkError(f"nobody gives layer {layer}, expert {expert}: {error or 'no offer left'}")
+
+    async def _from(self, offer: ModelOffer, layer: int, expert: int) -> None:
+        connection = await _connect(self._pool, offer)
+        request = m.GetBlock(model_id=self._store.manifest.model_id, layer=layer, expert=expert)
+        answer = await connection.request(request, timeout_s=BLOCK_TIMEOUT_S)
+        assert isinstance(answer, m.BlockBytes)  # the session checks an answer's type
+        try:
+            await asyncio.to_thread(self._store.add, layer, expert, answer.data)
+        except OSError as failure:
+            raise UserError(f"cannot keep blocks in {self._store.folder}: {failure.strerror}") from failure
+
+
+async def _connect(pool: Pool, offer: ModelOffer) -> Connection:
+    return await pool.connect(offer.node, [parse_address(text) for text in offer.addresses])

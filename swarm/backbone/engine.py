@@ -1,0 +1,260 @@
+"""The thread that owns llama.cpp, and the one bridge between it and the event loop.
+
+    event loop                                   engine thread
+      call(step) --- queue ------------------->    step(context): llama_decode
+      dispatch()  <-- run_coroutine_threadsafe --    MoeHook begins a layer
+                  --- future ------------------>    MoeHook waits at ffn_moe_out
+      result      <-- call_soon_threadsafe ----    step returns
+
+Nothing else crosses. The thread takes one step at a time; a step is a function of the context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.backbone.moe_hook import ExpertBackend, LayerResult, MoeHook
+from swarm.errors import ConnectionLost, EngineError, SwarmError
+from swarm.model.spec import ModelSpec
+from swarm.native.library import use_exact_kernels
+from swarm.native.llama import LlamaContext, LlamaModel
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class LayerDispatcher(Protocol):
+    """What computes a layer on the event loop: `swarm.dispatch.dispatcher.Dispatcher`."""
+
+    def dispatch(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+    ) -> Coroutine[Any, Any, npt.NDArray[np.float32]]:
+        """Return the routed experts' output, [T, D] float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How llama.cpp runs the backbone.
+
+    Attributes:
+        n_ctx: tokens of the KV cache; 0 takes the model's own, up to 4096.
+        n_batch, n_ubatch: most tokens of a call and of one graph; an ubatch is what one dispatch of a layer carries.
+        exact_kernels: no repacked weights, no tiled kernels: sums in the order of every other such build.
+    """
+
+    n_ctx: int = 0
+    n_batch: int = 512
+    n_ubatch: int = 512
+    n_threads: int = 1
+    exact_kernels: bool = False
+
+
+class _Bridge(ExpertBackend):
+    """Takes a layer from the engine's thread to the dispatcher on the loop."""
+
+    def __init__(self, dispatcher: LayerDispatcher, loop: asyncio.AbstractEventLoop) -> None:
+        self._dispatcher = dispatcher
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._in_flight: set[concurrent.futures.Future[npt.NDArray[np.float32]]] = set()
+        self._abort_reason: SwarmError | None = None
+
+    def begin(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+    ) -> LayerResult:
+        """Start a dispatch; on the engine's thread. The dispatcher bounds its time, so waiting for it is bounded too."""
+        with self._lock:
+            if self._abort_reason is not None:
+                raise self._abort_reason
+            future = asyncio.run_coroutine_threadsafe(
+                self._dispatcher.dispatch(layer, x, topk_ids, topk_weights), self._loop
+            )
+            self._in_flight.add(future)
+        future.add_done_callback(self._forget)
+        return future
+
+    def abort(self, reason: SwarmError) -> None:
+        """End the layers under way, and refuse new ones until `resume`; from any thread."""
+        with self._lock:
+            self._abort_reason = reason
+            in_flight = list(self._in_flight)
+        for future in in_flight:
+            future.cancel()
+
+    def resume(self) -> None:
+        """Take layers again."""
+        with self._lock:
+            self._abort_reason = None
+
+    def _forget(self, future: concurrent.futures.Future[npt.NDArray[np.float32]]) -> None:
+        with self._lock:
+            self._in_flight.discard(future)
+
+
+class Engine:
+    """One llama.cpp model and context on a thread of their own."""
+
+    def __init__(self, path: Path, spec: ModelSpec, config: EngineConfig, dispatcher: LayerDispatcher) -> None:
+        """Prepare an engine for a backbone file (stub experts); `start` loads it."""
+        self._path = path
+        self._spec = spec
+        self._config = config
+        self._dispatcher = dispatcher
+        self._steps: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._bridge: _Bridge | None = None
+        self._model: LlamaModel | None = None
+        self._context: LlamaContext | None = None
+        self._hook: MoeHook | None = None
+
+    @property
+    def model(self) -> LlamaModel:
+        """The loaded model: its vocabulary may be used from any thread."""
+        if self._model is None:
+            raise EngineError("the engine is not running")
+        return self._model
+
+    @property
+    def context(self) -> LlamaContext:
+        """The context; only for steps, on the engine's thread."""
+        if self._context is None:
+            raise EngineError("the engine is not running")
+        return self._context
+
+    async def start(self) -> None:
+        """Load the model.
+
+        Raises:
+            EngineError, UserError: llama.cpp cannot load or run it.
+        """
+        if self._config.exact_kernels:
+            use_exact_kernels()
+        self._loop = asyncio.get_running_loop()
+        self._bridge = _Bridge(self._dispatcher, self._loop)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        try:
+            await self.call(self._load)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def call(self, step: Callable[[], T]) -> T:
+        """Return what `step` returns on the engine's thread. One caller at a time; others wait in line.
+
+        A cancelled caller does not leave a step behind: the layer under way is given up and the step ends first.
+        """
+        if self._thread is None or self._loop is None or self._bridge is None:
+            raise EngineError("the engine is not running")
+        done: asyncio.Future[T] = self._loop.create_future()
+        self._steps.put((step, done))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            self._bridge.abort(ConnectionLost("the request was given up"))
+            await asyncio.wait([done])
+            self._bridge.resume()
+            if not done.cancelled():
+                done.exception()  # seen: nobody waits for it any more
+            raise
+
+    def decode(
+        self, tokens: Sequence[int], first_position: int, logits: Literal["all", "last", "none"] = "last"
+    ) -> None:
+        """Compute tokens at consecutive positions; a step, so call it through `call`.
+
+        Raises:
+            ExpertUnavailable: a layer could not be computed. The KV cache is as it was before.
+            EngineError: llama.cpp failed; the KV cache is as it was before.
+        """
+        assert self._hook is not None
+        error: BaseException | None = None
+        try:
+            self.context.decode(tokens, first_position=first_position, logits=logits)
+        except EngineError as failure:
+            error = failure
+        error = self._hook.take_error() or self.context.take_callback_error() or error
+        if error is None:
+            return
+        if not self.context.remove(0, first_position):
+            self.context.clear()  # a memory that cannot forget a part: the whole sequence has to go
+        if isinstance(error, SwarmError):
+            raise error
+        if isinstance(error, concurrent.futures.CancelledError):
+            raise ConnectionLost("the request was given up") from error
+        raise EngineError(f"a layer failed: {error!r}") from error
+
+    async def close(self) -> None:
+        """Give up the step under way and free everything. A second call does nothing."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if self._bridge is not None:
+            self._bridge.abort(ConnectionLost("the engine is closing"))
+        self._steps.put(None)
+        await asyncio.to_thread(thread.join)  # its last layer may still need this loop, so the loop must not block
+
+    def _load(self) -> None:
+        config = self._config
+        self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels)
+        assert self._bridge is not None
+        self._hook = MoeHook(self._spec.moe_layers, self._bridge)
+        n_ctx = config.n_ctx or min(self._model.n_ctx_train or 4096, 4096)
+        self._context = LlamaContext(
+            self._model,
+            n_ctx=n_ctx,
+            n_batch=config.n_batch,
+            n_ubatch=config.n_ubatch,
+            n_threads=config.n_threads,
+            eval_callback=self._hook,
+        )
+
+    def _run(self) -> None:
+        assert self._loop is not None
+        while (item := self._steps.get()) is not None:
+            step, done = item
+            try:
+                outcome, error = step(), None
+            except BaseException as failure:
+                outcome, error = None, failure
+            try:
+                self._loop.call_soon_threadsafe(_settle, done, outcome, error)
+            except RuntimeError:  # the loop is gone: nobody waits
+                break
+        if self._context is not None:
+            self._context.close()
+            self._context = None
+        if self._model is not None:
+            self._model.close()
+            self._model = None
+
+
+def _settle(done: asyncio.Future[Any], outcome: Any, error: BaseException | None) -> None:
+    if done.done():
+        return
+    if error is None:
+        done.set_result(outcome)
+    else:
+        done.set_exception(error)

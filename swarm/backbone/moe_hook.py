@@ -1,0 +1,130 @@
+"""Replaces the stub experts' result in a running llama.cpp graph, through its public eval callback.
+
+llama.cpp calls back for every node of its graph, before (`ask`) and, for the nodes asked for, after computing it:
+
+    ffn_moe_weights*-N   before  remember the last one: the router's final weights [T, K]
+    ffn_moe_up-N         after   its src[1] is x [T, D], its src[2] the top-k ids [T, K] (a strided view): begin
+      (or ffn_moe_gate_up-N, where the file has both in one tensor)
+    ffn_moe_out-N        after   wait for the experts' output and write it over the stub's zeros
+
+The hook cannot stop the graph. When a layer fails it keeps the first error, writes zeros from there on without asking
+anybody, and the engine rolls the step back (`take_error`). It runs on the engine's thread, inside llama_decode.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.errors import EngineError
+from swarm.native.ggml import op_code, read_tensor, tensor_name, tensor_op, tensor_source, write_tensor
+from swarm.native.layouts import GgmlTensor
+
+_NAME = re.compile(r"ffn_moe_(weights|up|gate_up|out)[a-z_]*-(\d+)")
+_NAME_OFFSET = GgmlTensor.name.offset
+# The first eight characters of every name above, as one number: nearly all of a graph's nodes are turned away by one
+# comparison, which matters because the callback runs for each of them.
+_PREFIX = int.from_bytes(b"ffn_moe_", "little")
+
+
+class LayerResult(Protocol):
+    """An answer that may still be on its way."""
+
+    def result(self) -> npt.NDArray[np.float32]:
+        """Wait, and return the routed experts' output, [T, D] float32; raises what went wrong."""
+        ...
+
+
+class ExpertBackend(Protocol):
+    """Whoever computes the routed experts of a layer: the swarm, or an executor in this process."""
+
+    def begin(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+    ) -> LayerResult:
+        """Start computing x [T, D] for the choice [T, K]; must not block."""
+        ...
+
+
+class MoeHook:
+    """The eval callback of one llama.cpp context."""
+
+    def __init__(self, moe_layers: tuple[int, ...], experts: ExpertBackend) -> None:
+        self._moe_layers = frozenset(moe_layers)
+        self._experts = experts
+        self._weights: dict[int, int] = {}  # layer -> pointer of the last ffn_moe_weights* node of this graph
+        self._pending: dict[int, LayerResult] = {}
+        self._error: BaseException | None = None
+        self._mul_mat_id = op_code("MUL_MAT_ID")
+
+    def __call__(self, tensor: int, ask: bool) -> bool:
+        """Return whether llama.cpp shall call again after computing `tensor` (ask), or go on (after)."""
+        if ctypes.c_uint64.from_address(tensor + _NAME_OFFSET).value != _PREFIX:
+            return not ask
+        match = _NAME.fullmatch(tensor_name(tensor))
+        if match is None:  # "ffn_moe_up-3 (view)" and the like
+            return not ask
+        kind, layer = match[1], int(match[2])
+        if ask:
+            if kind == "weights":
+                self._weights[layer] = tensor
+                return False
+            # The stub's own matrix product alone carries x and the ids; an activation may share the name's beginning.
+            return kind == "out" or tensor_op(tensor) == self._mul_mat_id
+        if kind == "out":
+            self._write(layer, tensor)
+        else:
+            self._begin(layer, tensor)
+        return True
+
+    def take_error(self) -> BaseException | None:
+        """Return the first error since the last call, and make the hook ready for the next step."""
+        error, self._error = self._error, None
+        if error is None and self._pending:
+            error = EngineError(f"the graph has no ffn_moe_out for layers {sorted(self._pending)}")
+        self._pending.clear()
+        self._weights.clear()
+        return error
+
+    def _begin(self, layer: int, tensor: int) -> None:
+        if self._error is not None:
+            return
+        try:
+            if layer not in self._moe_layers or layer not in self._weights:
+                raise EngineError(f"the graph's layer {layer} is not as the model's spec says")
+            x_node, ids_node = tensor_source(tensor, 1), tensor_source(tensor, 2)
+            if x_node is None or ids_node is None:
+                raise EngineError(f"the expert node of layer {layer} has no inputs")
+            ids = _matrix(read_tensor(ids_node))  # [T, K]
+            x = read_tensor(x_node).reshape(len(ids), -1)  # [T, 1, D] -> [T, D]
+            weights = read_tensor(self._weights[layer]).reshape(ids.shape)  # [T, 1, K] or [T, K, 1] -> [T, K]
+            self._pending[layer] = self._experts.begin(layer, x, ids, weights)
+        except Exception as error:
+            self._error = error
+
+    def _write(self, layer: int, tensor: int) -> None:
+        out: npt.NDArray[np.float32] | None = None
+        if self._error is None:
+            try:
+                out = self._pending.pop(layer).result()
+            except KeyError:
+                self._error = EngineError(f"nothing was dispatched for layer {layer}")
+            except BaseException as error:  # a cancelled wait too: the engine's thread must survive it
+                self._error = error
+        if out is None:
+            # Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts.
+            shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
+            out = np.zeros(shape, np.float32)
+        write_tensor(tensor, out)
+
+
+def _matrix(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return a tensor's two inner axes."""
+    return array.reshape(array.shape[-2:])

@@ -1,0 +1,45 @@
+"""Gives a model away: its manifest, and its experts' blocks one at a time, to whoever asks."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm.errors import ExpertUnavailable, RemoteProtocolError
+from swarm.model.manifest import Manifest
+from swarm.model.source import BlockSource
+from swarm.wire import messages as m
+
+SERVES: tuple[type[m.Request], ...] = (m.GetManifest, m.GetBlock)
+MAX_READS = 4  # blocks in memory at a time; the others wait, bounded by the endpoint's own limit on requests
+
+
+class ModelShare:
+    """Answers GET_MANIFEST and GET_BLOCK."""
+
+    def __init__(self, manifest: Manifest, source: BlockSource | None) -> None:
+        """`source` None: the manifest alone is on offer."""
+        self._manifest = manifest
+        self._manifest_bytes = manifest.to_bytes()
+        self._source = source
+        self._reads = asyncio.Semaphore(MAX_READS)
+
+    async def answer(self, request: m.Request) -> m.Response:
+        """Return the answer.
+
+        Raises:
+            LookupError: another model, or a block that is not here.
+        """
+        if not isinstance(request, m.GetManifest | m.GetBlock):
+            raise RemoteProtocolError(f"not for a model's share: got {type(request).__name__}")
+        if request.model_id != self._manifest.model_id:
+            raise LookupError(f"this node offers model {self._manifest.model_id.short}")
+        if isinstance(request, m.GetManifest):
+            return m.ManifestBytes(data=self._manifest_bytes)
+        if self._source is None:
+            raise LookupError("this node offers no blocks")
+        async with self._reads:
+            try:
+                data = await asyncio.to_thread(self._source.read_block, request.layer, request.expert)
+            except ExpertUnavailable as error:
+                raise LookupError(str(error)) from error
+        return m.BlockBytes(data=data)

@@ -1,0 +1,120 @@
+"""`swarm join`: a volunteer's peer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from swarm.cli.options import (
+    AdvertiseOption,
+    ExactKernelsOption,
+    HostOption,
+    JsonOption,
+    PortOption,
+    RegistryOption,
+    ThreadsOption,
+    UntilEofOption,
+)
+from swarm.cli.registries import settle_registries
+from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
+from swarm.errors import UserError
+from swarm.files import Folders
+from swarm.identity import Identity
+from swarm.ids import parse_index_set
+from swarm.registry.client import DEFAULT_REGISTRY
+
+
+def join(
+    experts: Annotated[
+        str, typer.Option("--experts", metavar="SET", help="Experts to hold, 0-based, inclusive: 12-19,40.")
+    ],
+    layers: Annotated[
+        str | None, typer.Option("--layers", metavar="SET", help="Layers to hold them of.", show_default="all")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="FILE|NAME",
+            help="A GGUF file to take the experts from, or which of the registry's models to fetch them of.",
+            show_default="the registry's only model",
+        ),
+    ] = None,
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    threads: ThreadsOption = 1,
+    host: HostOption = "0.0.0.0",
+    port: PortOption = 0,
+    advertise: AdvertiseOption = None,
+    exact_kernels: ExactKernelsOption = False,
+    as_json: JsonOption = False,
+    until_eof: UntilEofOption = False,
+    plant_fault: Annotated[str | None, typer.Option("--plant-fault", metavar="LAYER:EXPERT", hidden=True)] = None,
+) -> None:
+    """Give part of this machine: hold some experts of a model and compute them for others.
+
+    What a peer computes are hidden states of a public model: they reveal much of the text to whoever runs a peer.
+    """
+    from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
+
+    folders = Folders.from_environment()
+    identity = Identity.load_or_create(folders.config / "join.key")
+    wanted_experts = parse_index_set(experts)
+    wanted_layers = parse_index_set(layers, "layers") if layers else None
+    fault = _parse_fault(plant_fault) if plant_fault else None
+    file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
+    tame_openmp()
+
+    class Bars(Progress):
+        def hashing(self, n_done: int, n_total: int) -> None:
+            bars.update("hashing the model", n_done, n_total, is_bytes=True)
+
+        def fetching(self, n_done: int, n_total: int) -> None:
+            bars.update("fetching experts", n_done, n_total)
+
+        def loading(self, n_done: int, n_total: int) -> None:
+            bars.update("checking and loading", n_done, n_total)
+
+    def on_ready(ready: PeerReady) -> None:
+        bars.__exit__()
+        if as_json:
+            print_json(
+                {
+                    "event": "ready",
+                    "node": ready.node,
+                    "model": ready.model,
+                    "experts": ready.experts,
+                    "address": ready.address,
+                }
+            )
+        else:
+            out.print(f"Joined as {ready.node[:8]} at {ready.address}", highlight=False)
+            out.print(f"with {ready.experts} of {ready.model}. Thank you! Ctrl-C leaves.", highlight=False)
+
+    async def main() -> None:
+        config = PeerConfig(
+            registry=await settle_registries(registry, folders),
+            folders=folders,
+            experts=wanted_experts,
+            layers=wanted_layers,
+            model_file=file,
+            model=None if file else model,
+            host=host,
+            port=port,
+            advertise=advertise,
+            n_threads=threads,
+            exact_kernels=exact_kernels,
+            fault=fault,
+        )
+        await PeerDaemon(config, identity, Bars()).run(on_ready)
+
+    with ProgressBars() as bars:
+        run_daemon(main(), until_eof=until_eof)
+
+
+def _parse_fault(text: str) -> tuple[int, int]:
+    layer, colon, expert = text.partition(":")
+    if not (colon and layer.isdigit() and expert.isdigit()):
+        raise UserError(f"cannot read the fault: got {text!r}, expected LAYER:EXPERT")
+    return int(layer), int(expert)

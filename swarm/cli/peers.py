@@ -1,0 +1,131 @@
+"""`swarm peers`: who is there, with what, and whether a model is complete."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from rich.table import Table
+
+from swarm.cli.options import JsonOption, RegistryOption
+from swarm.cli.registries import settle_registries
+from swarm.cli.runtime import out, print_json, run_async
+from swarm.errors import SwarmError
+from swarm.files import Folders
+from swarm.identity import Identity
+from swarm.ids import format_index_set, parse_index_set
+from swarm.net.addresses import parse_address
+from swarm.net.endpoint import Endpoint
+from swarm.net.pool import Pool
+from swarm.registry.client import DEFAULT_REGISTRY, RegistryAddress, RegistryClient
+from swarm.registry.records import ExpertAnnouncement, ModelOffer
+from swarm.wire import messages as m
+
+ASK_TIMEOUT_S = 2.0
+MAX_ASKED_AT_ONCE = 32
+
+
+def peers(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
+    """List the models on offer, the peers that hold their experts, and what is missing."""
+    report = run_async(_report(registry))
+    if as_json:
+        print_json(report)
+        return
+    if not report["models"]:
+        out.print("The registry knows no model and no peer yet.")
+    for model in report["models"]:
+        _print_model(model)
+
+
+async def _report(registry: str) -> dict[str, Any]:
+    nodes: tuple[RegistryAddress, ...] = await settle_registries(registry, Folders.from_environment())
+    async with Endpoint(Identity.generate()) as endpoint:
+        client = RegistryClient(endpoint, nodes)
+        pool = Pool(endpoint)
+        try:
+            records = await client.records()
+            holders = [record for record in records if isinstance(record, ExpertAnnouncement)]
+            offers = [record for record in records if isinstance(record, ModelOffer)]
+            limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
+            shown = await asyncio.gather(*(_ask(pool, holder, limit) for holder in holders))
+        finally:
+            await pool.close()
+    models = []
+    for model in sorted({record.model for record in holders} | {offer.model for offer in offers}):
+        of_model = [each for holder, each in zip(holders, shown, strict=True) if holder.model == model]
+        model_offers = [offer for offer in offers if offer.model == model]
+        held = [holder for holder in holders if holder.model == model]
+        reachable = [
+            holder for holder, each in zip(holders, shown, strict=True) if holder.model == model and each["up"]
+        ]
+        name = (model_offers or held)[0].model_name
+        models.append(
+            {
+                "id": str(model),
+                "name": f"{name}@{model.short}",
+                "backbones": [str(offer.node) for offer in model_offers],
+                "peers": of_model,
+                "missing": _missing(model_offers[0], reachable) if model_offers else None,
+            }
+        )
+    return {"models": models}
+
+
+async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "node": str(holder.node),
+        "addresses": list(holder.addresses),
+        "experts": [list(group) for group in holder.experts.grouped()],
+        "exact_kernels": holder.exact_kernels,
+        "up": False,
+    }
+    try:
+        async with limit:
+            addresses = [parse_address(text) for text in holder.addresses]
+            connection = await pool.connect(holder.node, addresses, timeout_s=ASK_TIMEOUT_S)
+            answer = await connection.request(m.GetStatus(), timeout_s=ASK_TIMEOUT_S)
+        assert isinstance(answer, m.Status)  # the session checks an answer's type
+        status = json.loads(answer.data)
+        shown |= {"up": True, "rtt_s": connection.rtt_s}
+        if isinstance(status, dict):
+            shown |= {key: status[key] for key in ("n_assignments", "version", "uptime_s") if key in status}
+    except (SwarmError, ValueError) as error:
+        shown["error"] = str(error)
+    return shown
+
+
+def _missing(offer: ModelOffer, holders: list[ExpertAnnouncement]) -> dict[str, str]:
+    """Return layer -> range text of experts without a reachable holder."""
+    missing = {}
+    for layer in sorted(parse_index_set(offer.moe_layers, "layers")):
+        held = frozenset[int]().union(*(holder.experts.by_layer.get(layer, frozenset()) for holder in holders))
+        absent = set(range(offer.n_expert)) - held
+        if absent:
+            missing[str(layer)] = format_index_set(absent)
+    return missing
+
+
+def _print_model(model: dict[str, Any]) -> None:
+    table = Table(title=model["name"], title_justify="left")
+    for column in ("peer", "address", "experts", "layers", "round trip", "assignments", "state"):
+        table.add_column(column)
+    for peer in model["peers"]:
+        for layers, experts in peer["experts"]:
+            rtt = peer.get("rtt_s")
+            table.add_row(
+                peer["node"][:8],
+                peer["addresses"][0],
+                experts,
+                layers,
+                "" if rtt is None else f"{rtt * 1000:.1f} ms",
+                str(peer.get("n_assignments", "")),
+                "up" if peer["up"] else f"down: {peer.get('error', '')}",
+            )
+    out.print(table)
+    if model["missing"] is None:
+        out.print("No backbone serves this model now.")
+    elif model["missing"]:
+        out.print("Missing experts: " + "; ".join(f"layer {k}: {v}" for k, v in model["missing"].items()))
+    else:
+        out.print("Every expert has a reachable peer.")

@@ -1,0 +1,86 @@
+"""Which registry nodes to trust: given by id, on this machine, or confirmed once and remembered."""
+
+from __future__ import annotations
+
+import ipaddress
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import typer
+
+from swarm.errors import NetworkError, UserError
+from swarm.files import Folders, write_atomically
+from swarm.identity import Identity
+from swarm.ids import NodeId
+from swarm.net.addresses import format_address, resolve
+from swarm.net.endpoint import Endpoint
+from swarm.registry.client import RegistryAddress, parse_registry
+
+
+def _confirm(question: str) -> bool:
+    if not sys.stdin.isatty():
+        return False
+    return typer.confirm(question, err=True)
+
+
+class KnownRegistries:
+    """A file of `host:port NODEID` lines, like ssh's known_hosts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._nodes: dict[str, NodeId] = {}
+        if path.exists():
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                words = line.split()
+                if len(words) != 2:
+                    raise UserError(f"{path}, line {number}: got {line!r}, expected host:port NODEID")
+                self._nodes[words[0]] = NodeId.parse(words[1])
+
+    def get(self, where: str) -> NodeId | None:
+        """Return the node remembered for `host:port`."""
+        return self._nodes.get(where)
+
+    def add(self, where: str, node: NodeId) -> None:
+        """Remember a node."""
+        self._nodes[where] = node
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(f"{each} {known}\n" for each, known in sorted(self._nodes.items()))
+        write_atomically(self._path, text.encode())
+
+
+async def settle_registries(
+    text: str, folders: Folders, *, confirm: Callable[[str], bool] = _confirm
+) -> tuple[RegistryAddress, ...]:
+    """Return the registry nodes that `text` names, each with the node it must be.
+
+    A node on this machine needs no id: whoever listens there can do as much already. Any other without an id is asked
+    for it once, the person confirms, and it is remembered.
+
+    Raises:
+        UserError: an unknown node that nobody confirms, or that does not answer.
+    """
+    known = KnownRegistries(folders.config / "known_registries")
+    settled = []
+    for entry in parse_registry(text):
+        address = resolve(entry.address)
+        node = entry.node
+        if node is None and not ipaddress.ip_address(address[0]).is_loopback:
+            where = format_address(entry.address)
+            node = known.get(where)
+            if node is None:
+                node = await _ask_id(address, where)
+                if not confirm(f"The registry at {where} is node {node}. Trust it from now on?"):
+                    raise UserError(f"registry at {where} is not known; give it as swarm://{node}@{where} to trust it")
+                known.add(where, node)
+        settled.append(RegistryAddress(address=address, node=node))
+    return tuple(settled)
+
+
+async def _ask_id(address: tuple[str, int], where: str) -> NodeId:
+    try:
+        async with Endpoint(Identity.generate()) as endpoint:
+            connection = await endpoint.dial(address, expected=None)
+            return connection.remote
+    except NetworkError as error:
+        raise UserError(f"no registry answers at {where}: {error}") from error

@@ -1,0 +1,146 @@
+"""What every command shares: where errors end, how signals end a daemon, where progress is drawn, how logs look."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+T = TypeVar("T")
+
+out = Console(soft_wrap=True)  # results
+err = Console(stderr=True, soft_wrap=True)  # progress, logs, errors
+
+SPIN_COUNT = (
+    "1000"  # measured (DESIGN section 8): costs a lone process 5 %, keeps two busy ones from stopping each other
+)
+
+
+def set_up_logging(verbosity: int) -> None:
+    """Send logs to stderr: warnings, with -v information, with -vv all."""
+    level = [logging.WARNING, logging.INFO, logging.DEBUG][min(verbosity, 2)]
+    handler: logging.Handler = RichHandler(console=err, show_path=False, rich_tracebacks=False, markup=False)
+    if not err.is_terminal:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for noisy in ("quic", "asyncio", "aiohttp.access"):
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+
+
+def tame_openmp() -> None:
+    """Bound how long idle OpenMP threads spin; must come before the engine library is loaded."""
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def run_async(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, on uvloop where it exists. Ctrl-C and SIGTERM cancel it, so that it can clean up."""
+
+    async def with_signals() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        if sys.platform != "win32":
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await main
+
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(with_signals())
+    return uvloop.run(with_signals())
+
+
+def run_daemon(main: Coroutine[Any, Any, None], *, until_eof: bool) -> None:
+    """Run a daemon until Ctrl-C, SIGTERM or, with `until_eof`, the end of its standard input; all three are a clean end."""
+
+    async def guarded() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if until_eof:
+            _on_eof(asyncio.get_running_loop(), task.cancel)
+        try:
+            await main
+        except* asyncio.CancelledError:
+            pass
+
+    try:
+        run_async(guarded())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        pass
+
+
+def _on_eof(loop: asyncio.AbstractEventLoop, action: Callable[[], Any]) -> None:
+    def wait() -> None:
+        try:
+            while sys.stdin.buffer.read(4096):
+                pass
+        except (OSError, ValueError):
+            pass
+        try:
+            loop.call_soon_threadsafe(action)
+        except RuntimeError:
+            pass  # the loop has ended already
+
+    threading.Thread(target=wait, name="stdin", daemon=True).start()
+
+
+def print_json(value: object) -> None:
+    """Print one JSON object on a line of its own, at once."""
+    print(json.dumps(value), flush=True)
+
+
+class ProgressBars:
+    """Progress of long work on stderr: bars on a terminal, a line now and then elsewhere. Use as a context manager."""
+
+    _STEP = 0.25  # elsewhere than on a terminal: a line for each quarter
+
+    def __init__(self) -> None:
+        self._bars: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._told: dict[str, float] = {}
+
+    def __enter__(self) -> ProgressBars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def update(self, what: str, n_done: int, n_total: int, *, is_bytes: bool = False) -> None:
+        """Show that `n_done` of `n_total` are done; may be called from any thread."""
+        if n_total <= 0:
+            return
+        if not err.is_terminal:
+            share = n_done / n_total
+            if share >= self._told.get(what, 0.0) + self._STEP or n_done == n_total != self._told.get(what):
+                if self._told.get(what, 0.0) < 1.0:
+                    print(f"{what}: {share:.0%}", file=sys.stderr, flush=True)
+                self._told[what] = share
+            return
+        if self._bars is None:
+            count = DownloadColumn() if is_bytes else MofNCompleteColumn()
+            self._bars = Progress(
+                TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), console=err
+            )
+            self._bars.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=n_total)
+        self._bars.update(self._tasks[what], completed=n_done, total=n_total)

@@ -1,0 +1,149 @@
+"""`swarm serve`: a backbone with an OpenAI-compatible gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from aiohttp import web
+
+from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
+from swarm.backbone.engine import EngineConfig
+from swarm.cli.options import (
+    AdvertiseOption,
+    ExactKernelsOption,
+    HostOption,
+    JsonOption,
+    PortOption,
+    RegistryOption,
+    ThreadsOption,
+    UntilEofOption,
+)
+from swarm.cli.registries import settle_registries
+from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
+from swarm.errors import UserError
+from swarm.files import Folders
+from swarm.gateway.app import create_app
+from swarm.identity import Identity
+from swarm.ids import format_index_set
+from swarm.net.addresses import format_address, parse_address
+from swarm.registry.client import DEFAULT_REGISTRY
+from swarm.wire.rows import WireForm, parse_wire
+
+DEFAULT_GATEWAY = "127.0.0.1:8080"
+SHUTDOWN_TIMEOUT_S = 3.0  # for answers under way at Ctrl-C
+
+
+def serve(
+    model: Annotated[
+        Path, typer.Option("--model", metavar="FILE", help="GGUF file, or a backbone.gguf with its manifest.json.")
+    ],
+    gateway: Annotated[
+        str,
+        typer.Option("--gateway", envvar="SWARM_GATEWAY", metavar="HOST:PORT", help="Where the HTTP API listens."),
+    ] = DEFAULT_GATEWAY,
+    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel: exact or f32.")] = "f32",
+    ctx: Annotated[
+        int, typer.Option("--ctx", min=0, help="Tokens of context; 0 takes the model's own, up to 4096.")
+    ] = 0,
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    threads: ThreadsOption = 1,
+    host: HostOption = "0.0.0.0",
+    port: PortOption = 0,
+    advertise: AdvertiseOption = None,
+    exact_kernels: ExactKernelsOption = False,
+    as_json: JsonOption = False,
+    until_eof: UntilEofOption = False,
+) -> None:
+    """Serve a model: run everything but its experts here, and answer OpenAI-compatible requests."""
+    folders = Folders.from_environment()
+    identity = Identity.load_or_create(folders.config / "serve.key")
+    forms = parse_wire(wire)
+    if forms.back is WireForm.EXACT and not exact_kernels:
+        raise UserError("the wire form exact needs --exact-kernels here and at the peers")
+    gateway_address = parse_address(gateway)
+    tame_openmp()
+
+    async def main() -> None:
+        config = BackboneConfig(
+            registry=await settle_registries(registry, folders),
+            folders=folders,
+            model_file=model,
+            wire=forms,
+            host=host,
+            port=port,
+            advertise=advertise,
+            engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
+        )
+        with ProgressBars() as bars:
+            opening = open_backbone(
+                config, identity, lambda done, total: bars.update("hashing the model", done, total, is_bytes=True)
+            )
+            async with opening as running:
+                await _serve_http(running, gateway_address, as_json, bars)
+
+    run_daemon(main(), until_eof=until_eof)
+
+
+async def _serve_http(running: RunningBackbone, address: tuple[str, int], as_json: bool, bars: ProgressBars) -> None:
+    runner = await start_gateway(running, address)
+    try:
+        bars.__exit__()
+        where = format_address(runner.addresses[0][:2])
+        if as_json:
+            print_json(
+                {
+                    "event": "ready",
+                    "model": running.backbone.model_name,
+                    "url": f"http://{where}/v1",
+                    "node": str(running.endpoint.identity.node_id),
+                }
+            )
+        else:
+            out.print(f"Serving {running.backbone.model_name} at http://{where}/v1", highlight=False)
+            _tell_missing(running)
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+async def start_gateway(running: RunningBackbone, address: tuple[str, int]) -> web.AppRunner:
+    """Start the HTTP gateway; the caller cleans the runner up.
+
+    Raises:
+        UserError: the port is taken.
+    """
+    app = create_app(running.backbone, status=lambda: gateway_status(running))
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, address[0], address[1]).start()
+    except OSError as error:
+        await runner.cleanup()
+        where = format_address(address)
+        raise UserError(f"cannot listen on {where}: {error.strerror}; choose another --gateway") from error
+    return runner
+
+
+def gateway_status(running: RunningBackbone) -> dict[str, Any]:
+    """Return what `/health` shows."""
+    missing = running.holders.missing()
+    return {
+        "model": running.backbone.model_name,
+        "n_peers": len(running.holders.placement.destinations),
+        "reasons": [
+            f"layer {layer}: no peer holds experts {format_index_set(experts)}" for layer, experts in missing.items()
+        ],
+    }
+
+
+def _tell_missing(running: RunningBackbone) -> None:
+    missing = running.holders.missing()
+    if missing:
+        n_missing = sum(map(len, missing.values()))
+        spec = running.manifest.spec
+        n_all = len(spec.moe_layers) * spec.n_expert
+        out.print(f"{n_missing} of {n_all} experts have no peer yet. Peers join with:", highlight=False)
+        out.print(f"  swarm join --experts 0-{spec.n_expert - 1}", highlight=False)

@@ -1,0 +1,208 @@
+"""`swarm split`: writes a model's backbone, manifest and expert slices into a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from swarm.errors import UserError
+from swarm.files import Folders, write_atomically
+from swarm.ids import ExpertSet, format_index_set, parse_index_set
+from swarm.model.gguf_file import GgufFile, Progress
+from swarm.model.manifest import Manifest, manifest_of
+from swarm.model.slices import plan_backbone, plan_slice, write_plan
+from swarm.model.spec import ModelSpec
+
+MAX_NAME = 80  # characters of a slice's file name before its set is shortened to a hash; file systems allow 255
+PLAIN_LINE_EVERY_S = 2.0  # chosen: a log stays readable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitConfig:
+    """What to split, and into what.
+
+    Attributes:
+        experts, layers: index sets as typed; None takes all.
+        parts: slice files to cut the chosen experts into; 0 writes none.
+    """
+
+    model: Path
+    out: Path
+    experts: str | None = None
+    layers: str | None = None
+    parts: int = 1
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitFile:
+    """One file that was written."""
+
+    path: Path
+    kind: str
+    size_bytes: int
+    experts: ExpertSet
+
+
+def split(
+    model: Annotated[Path, typer.Argument(help="The whole model, a GGUF file.", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into; made if missing.")],
+    experts: Annotated[
+        str | None,
+        typer.Option("--experts", metavar="SET", help="Experts to cut out, like 12-19,40.", show_default="all"),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", metavar="SET", help="MoE layers to cut them from, like 3,5-8.", show_default="all"),
+    ] = None,
+    parts: Annotated[
+        int,
+        typer.Option("--parts", metavar="N", min=0, help="Slice files to cut the experts into; 0: no slices."),
+    ] = 1,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier split.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Cut a model into backbone.gguf (all but the experts), manifest.json (hashes) and expert slice files."""
+    config = SplitConfig(model=model, out=out, experts=experts, layers=layers, parts=parts, force=force)
+    manifest, files = run_split(config, Console(stderr=True))
+    if as_json:
+        typer.echo(json.dumps(_as_json(manifest, files)))
+        return
+    table = Table(title=f"model {manifest.model_id.short} in {out}", title_justify="left")
+    table.add_column("file")
+    table.add_column("size", justify="right")
+    table.add_column("holds")
+    for file in files:
+        holds = str(file.experts) if len(file.experts) else file.kind
+        table.add_row(file.path.name, decimal(file.size_bytes), holds)
+    Console().print(table)
+
+
+def run_split(config: SplitConfig, console: Console) -> tuple[Manifest, list[SplitFile]]:
+    """Write the files and return the model's manifest and what was written; progress goes to `console`.
+
+    Raises:
+        UserError: the model cannot be served, a set names what the model lacks, a file is already there,
+            or the folder cannot hold or take the files.
+        IntegrityError: the model file changed meanwhile.
+    """
+    try:
+        with _shown(console, f"hashing {config.model.name}") as progress:
+            manifest = manifest_of(config.model, Folders.from_environment().cache, progress)
+        with GgufFile(config.model) as file:
+            return manifest, _write(config, manifest, file, console)
+    except OSError as error:
+        raise UserError(f"cannot write to {config.out}: {error.strerror or error}") from error
+
+
+def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Console) -> list[SplitFile]:
+    spec = manifest.spec
+    nothing = ExpertSet({})
+    plans = [("backbone.gguf", "backbone", nothing, plan_backbone(file, manifest))]
+    for part in cut(choose(spec, config.experts, config.layers), config.parts):
+        plans.append((slice_name(spec, part), "slice", part, plan_slice(file, manifest, part)))
+
+    manifest_path = config.out / "manifest.json"
+    for path in (*(config.out / name for name, *_ in plans), manifest_path):
+        if not path.exists():
+            continue
+        if path.samefile(config.model):
+            raise UserError(f"refusing to overwrite the model itself: {path}; choose another --out")
+        if not config.force:
+            raise UserError(f"file is already there: {path}; give --force to overwrite it, or another --out")
+    config.out.mkdir(parents=True, exist_ok=True)
+    needed = sum(plan.size_bytes for *_, plan in plans) + len(manifest.to_bytes())
+    free = shutil.disk_usage(config.out).free
+    if needed > free:
+        raise UserError(f"not enough space in {config.out}: got {decimal(free)} free, expected {decimal(needed)}")
+
+    files = []
+    for name, kind, experts, plan in plans:
+        with _shown(console, f"writing {name}") as progress:
+            write_plan(plan, file, manifest, config.out / name, progress)
+        files.append(SplitFile(path=config.out / name, kind=kind, size_bytes=plan.size_bytes, experts=experts))
+    write_atomically(manifest_path, manifest.to_bytes())  # last: where it is, the rest is whole
+    size = len(manifest.to_bytes())
+    files.append(SplitFile(path=manifest_path, kind="manifest", size_bytes=size, experts=nothing))
+    return files
+
+
+def choose(spec: ModelSpec, experts: str | None, layers: str | None) -> ExpertSet:
+    """Return the experts that two index sets name; raises UserError for one the model lacks."""
+    chosen_layers = spec.moe_layers if layers is None else parse_index_set(layers, "layers")
+    chosen = range(spec.n_expert) if experts is None else parse_index_set(experts, "experts")
+    expert_set = ExpertSet.of(chosen_layers, chosen)
+    spec.require_experts(expert_set)
+    return expert_set
+
+
+def cut(experts: ExpertSet, n_parts: int) -> list[ExpertSet]:
+    """Return the set (the same experts in every layer) cut into contiguous parts whose sizes differ by at most one."""
+    ids = sorted(frozenset().union(*experts.by_layer.values()))
+    if n_parts > len(ids):
+        raise UserError(f"too many parts: got {n_parts}, expected at most one for each of the {len(ids)} experts")
+    return [
+        ExpertSet.of(experts.by_layer, ids[i * len(ids) // n_parts : (i + 1) * len(ids) // n_parts])
+        for i in range(n_parts)
+    ]
+
+
+def slice_name(spec: ModelSpec, experts: ExpertSet) -> str:
+    """Return the file name for a slice: `experts-12-19_40.gguf`, with `-layers-...` unless it has them all."""
+    [(layers, ids)] = experts.grouped()
+    name = f"experts-{ids}"
+    if layers != format_index_set(spec.moe_layers):
+        name += f"-layers-{layers}"
+    name = name.replace(",", "_")
+    if len(name) > MAX_NAME:
+        name = name[: MAX_NAME - 9] + "-" + hashlib.sha256(name.encode()).hexdigest()[:8]
+    return name + ".gguf"
+
+
+def _as_json(manifest: Manifest, files: list[SplitFile]) -> dict[str, Any]:
+    return {
+        "model_id": str(manifest.model_id),
+        "files": [
+            {
+                "path": str(file.path),
+                "kind": file.kind,
+                "size_bytes": file.size_bytes,
+                "experts": [{"layers": layers, "experts": ids} for layers, ids in file.experts.grouped()],
+            }
+            for file in files
+        ],
+    }
+
+
+@contextlib.contextmanager
+def _shown(console: Console, what: str) -> Iterator[Progress]:
+    """Yield a progress callback that draws a bar, or prints a line now and then where there is no terminal."""
+    if not console.is_terminal:
+        next_line_s = time.monotonic() + PLAIN_LINE_EVERY_S
+
+        def print_line(done: int, total: int) -> None:
+            nonlocal next_line_s
+            if done == total or time.monotonic() >= next_line_s:
+                next_line_s = time.monotonic() + PLAIN_LINE_EVERY_S
+                console.print(f"{what}: {decimal(done)} of {decimal(total)}", highlight=False, soft_wrap=True)
+
+        yield print_line
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

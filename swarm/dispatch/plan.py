@@ -1,0 +1,132 @@
+"""Packs one layer's chosen (token, expert) pairs into one batch per destination.
+
+Pure; no Python loop over rows or experts, because it runs for every layer of every step. Knows nothing of why an expert
+has its owner (`placement`), of the network, or of what comes back (`combine`).
+
+A row goes once to each destination, however many of its experts live there; every (token, slot) is in exactly one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.errors import LocalProtocolError
+from swarm.ids import MAX_INDEX, NodeId
+
+MAX_EXPERTS_USED = 255  # row counts and slots travel as u8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Batch:
+    """What one destination computes for one layer: N rows, P (row, expert) pairs ordered by row, then by slot.
+
+    Attributes:
+        rows: int64 [N], which tokens, ascending, each once; at least one.
+        row_counts: uint8 [N], pairs of each row, at least 1; they add up to P.
+        expert_ids: uint16 [P], global expert ids.
+        slots: uint8 [P], which of the token's K choices a pair is.
+        weights: float32 [P], the router's final weights.
+    """
+
+    destination: NodeId
+    rows: npt.NDArray[np.int64]
+    row_counts: npt.NDArray[np.uint8]
+    expert_ids: npt.NDArray[np.uint16]
+    slots: npt.NDArray[np.uint8]
+    weights: npt.NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        n_pairs = len(self.expert_ids)
+        if len(self.row_counts) != len(self.rows) or int(self.row_counts.sum()) != n_pairs:
+            raise LocalProtocolError(f"bad batch: row counts do not add up to {n_pairs} pairs of {len(self.rows)} rows")
+        if n_pairs == 0 or int(self.row_counts.min()) < 1 or not (np.diff(self.rows) > 0).all():
+            raise LocalProtocolError("bad batch: expected ascending rows, each once and with at least one pair")
+        if len(self.slots) != n_pairs or len(self.weights) != n_pairs:
+            raise LocalProtocolError(
+                f"bad batch: got {len(self.slots)} slots and {len(self.weights)} weights, expected {n_pairs} of each"
+            )
+
+    @property
+    def n_rows(self) -> int:
+        """N."""
+        return len(self.rows)
+
+    @property
+    def n_pairs(self) -> int:
+        """P: the assignments that the destination counts."""
+        return len(self.expert_ids)
+
+    @property
+    def pair_rows(self) -> npt.NDArray[np.int64]:
+        """The token of each pair, int64 [P]."""
+        return np.repeat(self.rows, self.row_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class MissingExperts:
+    """Chosen experts that nobody holds, ascending. The caller, who knows the layer, raises ExpertUnavailable."""
+
+    experts: tuple[int, ...]
+
+
+def plan_dispatch(
+    topk_ids: npt.NDArray[np.int32],
+    topk_weights: npt.NDArray[np.float32],
+    owner_of: npt.NDArray[np.integer],
+    destinations: Sequence[NodeId],
+) -> list[Batch] | MissingExperts:
+    """Return one batch per destination that has work, in the order of `destinations`; or what nobody holds.
+
+    Args:
+        topk_ids: int32 [T, K], any strides, the router's choice.
+        topk_weights: float32 [T, K].
+        owner_of: int [E], each expert's index into `destinations`, -1 for none.
+
+    Raises:
+        LocalProtocolError: shapes that do not agree, or an id outside 0..E-1.
+    """
+    if topk_ids.ndim != 2 or topk_ids.shape != topk_weights.shape or not 1 <= topk_ids.shape[1] <= MAX_EXPERTS_USED:
+        raise LocalProtocolError(
+            f"bad choice of experts: got ids {topk_ids.shape} and weights {topk_weights.shape}, expected [T, K] both"
+        )
+    n_expert, n_used = len(owner_of), topk_ids.shape[1]
+    if n_expert > MAX_INDEX + 1:
+        raise LocalProtocolError(f"too many experts: got {n_expert}, expected at most {MAX_INDEX + 1}")
+    if topk_ids.size == 0:
+        return []
+    ids = topk_ids.ravel()  # [T*K]
+    if int(ids.min()) < 0 or int(ids.max()) >= n_expert:
+        raise LocalProtocolError(f"bad expert id: got {ids.min()} to {ids.max()}, expected 0 to {n_expert - 1}")
+    owners = owner_of[ids]  # [T*K]
+    if int(owners.min()) < 0:
+        return MissingExperts(tuple(np.unique(ids[owners < 0]).tolist()))
+    weights = topk_weights.astype(np.float32, copy=False).ravel()  # [T*K]
+    order = np.argsort(owners, kind="stable")  # by owner; stable keeps (row, slot) order within one
+    rows, slots = np.divmod(order, n_used)
+    counts = np.bincount(owners, minlength=len(destinations))
+    ends = np.cumsum(counts)
+    if len(counts) > len(destinations):
+        raise LocalProtocolError(
+            f"bad owner: got index {len(counts) - 1}, expected one of {len(destinations)} destinations"
+        )
+
+    batches: list[Batch] = []
+    for index in np.flatnonzero(counts).tolist():  # over destinations, a few
+        part = slice(int(ends[index] - counts[index]), int(ends[index]))
+        pair_rows = rows[part]  # [P]
+        starts = np.flatnonzero(np.diff(pair_rows, prepend=-1))  # [N], where each row's pairs begin
+        batches.append(
+            Batch(
+                destination=destinations[index],
+                rows=pair_rows[starts],
+                row_counts=np.diff(starts, append=len(pair_rows)).astype(np.uint8),
+                expert_ids=ids[order[part]].astype(np.uint16),
+                slots=slots[part].astype(np.uint8),
+                weights=weights[order[part]],
+            )
+        )
+    return batches

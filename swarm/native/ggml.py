@@ -1,0 +1,319 @@
+"""ggml through ctypes: tensors to numpy and back, and a CPU backend that computes small graphs.
+
+Tensors, contexts and graphs are plain addresses (int). An address is valid as long as whoever owns the tensor says so;
+nothing here keeps one alive. numpy arrays have ggml's four axes reversed, `(ne3, ne2, ne1, ne0)`, C order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.errors import EngineError, EngineUnavailable
+from swarm.native.layouts import GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_I32, GgmlTensor
+from swarm.native.library import load_library
+
+DTYPES: dict[int, np.dtype[Any]] = {
+    GGML_TYPE_F32: np.dtype(np.float32),
+    GGML_TYPE_F16: np.dtype(np.float16),
+    GGML_TYPE_I32: np.dtype(np.int32),
+}
+GRAPH_SIZE = 32  # nodes, and leaves, that a graph of `TensorContext` can hold: an expert FFN has six of each at most
+LAST_OP = b"GLU"  # last of enum ggml_op in both builds: ggml_op_name reads past its table after it
+MAX_OPS = 256  # far above the count of ops in both builds
+
+
+class _Ggml:
+    """The functions used here, looked up once. Only computing gives up the GIL; the rest takes microseconds."""
+
+    def __init__(self) -> None:
+        find = functools.partial(load_library().function, keeps_gil=True)
+        p, i32, i64, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_size_t
+        self.op_name = find("ggml_op_name", ctypes.c_char_p, i32)
+        self.block_size = find("ggml_blck_size", i64, i32)
+        self.type_size = find("ggml_type_size", size, i32)
+        self.tensor_get = find("ggml_backend_tensor_get", None, p, p, size, size)
+        self.tensor_set = find("ggml_backend_tensor_set", None, p, p, size, size)
+        self.tensor_overhead = find("ggml_tensor_overhead", size)
+        self.graph_overhead = find("ggml_graph_overhead_custom", size, size, ctypes.c_bool)
+        self.init = find("ggml_init", p, load_library().layouts.init_params)
+        self.free = find("ggml_free", None, p)
+        self.new_tensor = find("ggml_new_tensor", p, p, i32, i32, ctypes.POINTER(i64))
+        self.mul_mat_id = find("ggml_mul_mat_id", p, p, p, p, p)
+        self.swiglu_split = find("ggml_swiglu_split", p, p, p, p)
+        self.view_3d = find("ggml_view_3d", p, p, p, i64, i64, i64, size, size, size)
+        self.new_graph = find("ggml_new_graph_custom", p, p, size, ctypes.c_bool)
+        self.expand = find("ggml_build_forward_expand", None, p, p)
+        self.cpu_init = find("ggml_backend_cpu_init", p)
+        self.cpu_set_n_threads = find("ggml_backend_cpu_set_n_threads", None, p, i32)
+        self.backend_free = find("ggml_backend_free", None, p)
+        self.alloc_buffer = find("ggml_backend_alloc_buffer", p, p, size)
+        self.buffer_free = find("ggml_backend_buffer_free", None, p)
+        self.buffer_base = find("ggml_backend_buffer_get_base", p, p)
+        self.buffer_size = find("ggml_backend_buffer_get_size", size, p)
+        self.buffer_alignment = find("ggml_backend_buffer_get_alignment", size, p)
+        self.alignment = find("ggml_backend_get_alignment", size, p)
+        self.buffer_alloc_size = find("ggml_backend_buffer_get_alloc_size", size, p, p)
+        self.tensor_alloc = find("ggml_backend_tensor_alloc", i32, p, p, p)
+        self.view_init = find("ggml_backend_view_init", i32, p)
+        self.supports_op = find("ggml_backend_supports_op", ctypes.c_bool, p, p)
+        self.graph_compute = load_library().function("ggml_backend_graph_compute", i32, p, p)
+
+
+@functools.cache
+def _ggml() -> _Ggml:
+    return _Ggml()
+
+
+def tensor_at(pointer: int) -> GgmlTensor:
+    """Return the struct at this address: a view of ggml's memory, not a copy."""
+    return GgmlTensor.from_address(pointer)
+
+
+def tensor_name(pointer: int) -> str:
+    """Return the tensor's name, such as `ffn_moe_up-3`."""
+    return bytes(GgmlTensor.from_address(pointer).name).decode("utf-8", "replace")
+
+
+def tensor_op(pointer: int) -> int:
+    """Return the code of the operation that makes the tensor; compare it with `op_code`."""
+    return int(GgmlTensor.from_address(pointer).op)
+
+
+def tensor_source(pointer: int, index: int) -> int | None:
+    """Return the address of the tensor's `src[index]`, or None."""
+    address: int | None = GgmlTensor.from_address(pointer).src[index]
+    return address
+
+
+@functools.cache
+def op_code(name: str) -> int:
+    """Return this build's code of an operation named as ggml names it: "MUL_MAT_ID", "VIEW".
+
+    Raises:
+        EngineUnavailable: this build has no such operation.
+    """
+    wanted = name.encode()
+    for code in range(MAX_OPS):
+        found = _ggml().op_name(code)
+        if found == wanted:
+            return code
+        if found == LAST_OP:
+            break
+    raise EngineUnavailable(f"the llama.cpp library has no operation {name}")
+
+
+def type_layout(ggml_type: int) -> tuple[int, int]:
+    """Return (elements per block, bytes per block) of a type that exists: ggml reads past its table otherwise."""
+    return int(_ggml().block_size(ggml_type)), int(_ggml().type_size(ggml_type))
+
+
+def read_tensor(pointer: int) -> npt.NDArray[Any]:
+    """Return a fresh, C-contiguous copy of the tensor, shape (ne3, ne2, ne1, ne0), of type f32, f16 or i32.
+
+    Follows the strides, so views are read right; works for memory of any backend.
+
+    Raises:
+        EngineError: the tensor has another type or no memory.
+    """
+    tensor, dtype, shape, strides, span_bytes = _geometry(pointer)
+    if 0 in shape:
+        return np.empty(shape, dtype)
+    span = np.empty(span_bytes, np.uint8)
+    _ggml().tensor_get(pointer, span.ctypes.data, 0, span_bytes)
+    if span_bytes == math.prod(shape) * dtype.itemsize and _is_dense(tensor, dtype):
+        return span.view(dtype).reshape(shape)
+    return np.ndarray(shape, dtype, span.data, 0, strides).copy()
+
+
+def write_tensor(pointer: int, array: npt.ArrayLike) -> None:
+    """Overwrite the tensor with an array of as many elements, taken in C order and converted to the tensor's type.
+
+    Follows the strides: of a view, only the view's own elements change.
+
+    Raises:
+        EngineError: the tensor has another type or no memory, or the array another number of elements.
+    """
+    tensor, dtype, shape, strides, span_bytes = _geometry(pointer)
+    values = np.ascontiguousarray(array, dtype)
+    if values.size != math.prod(shape):
+        raise EngineError(
+            f"array does not fit tensor {tensor_name(pointer)}: got shape {values.shape}, expected {shape}"
+        )
+    if values.size == 0:
+        return
+    if not _is_dense(tensor, dtype):
+        span = np.empty(span_bytes, np.uint8)
+        _ggml().tensor_get(pointer, span.ctypes.data, 0, span_bytes)
+        np.ndarray(shape, dtype, span.data, 0, strides)[...] = values.reshape(shape)
+        values = span
+    _ggml().tensor_set(pointer, values.ctypes.data, 0, span_bytes)
+
+
+def _geometry(pointer: int) -> tuple[GgmlTensor, np.dtype[Any], tuple[int, ...], tuple[int, ...], int]:
+    """Return (struct, dtype, shape, strides in bytes, bytes from the first to the end of the last element)."""
+    tensor = GgmlTensor.from_address(pointer)
+    dtype = DTYPES.get(tensor.type)
+    if dtype is None:
+        raise EngineError(
+            f"cannot read tensor {tensor_name(pointer)}: got ggml type {tensor.type}, expected f32 or i32"
+        )
+    if not tensor.data:
+        raise EngineError(f"tensor {tensor_name(pointer)} has no memory yet")
+    shape = tuple(tensor.ne[::-1])
+    strides = tuple(tensor.nb[::-1])
+    span_bytes = 0
+    if 0 not in shape:
+        span_bytes = dtype.itemsize + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+    return tensor, dtype, shape, strides, span_bytes
+
+
+def _is_dense(tensor: GgmlTensor, dtype: np.dtype[Any]) -> bool:
+    """Return whether the elements lie in C order without gaps (strides of axes of length 1 do not matter)."""
+    step: int = dtype.itemsize
+    for n, stride in zip(tensor.ne, tensor.nb, strict=True):
+        if n != 1 and stride != step:
+            return False
+        step *= n
+    return True
+
+
+class HostBuffer:
+    """Memory of the CPU backend, seen from Python.
+
+    Attributes:
+        data: the whole buffer as writable bytes. Do not use it, or arrays made from it, after `close`.
+        alignment: of tensors in it, in bytes.
+    """
+
+    def __init__(self, backend: int, size_bytes: int) -> None:
+        self._handle: int | None = _ggml().alloc_buffer(backend, size_bytes)
+        if not self._handle:
+            raise EngineError(f"cannot allocate {size_bytes} bytes for tensors")
+        self._base: int = _ggml().buffer_base(self._handle)
+        self.alignment: int = _ggml().buffer_alignment(self._handle)
+        raw = (ctypes.c_uint8 * size_bytes).from_address(self._base)
+        self.data: npt.NDArray[np.uint8] = np.ctypeslib.as_array(raw)
+
+    def place(self, tensor: int, offset: int) -> npt.NDArray[np.uint8]:
+        """Give a tensor its memory at `offset`; return that memory as bytes, without the padding."""
+        struct = GgmlTensor.from_address(tensor)
+        size_bytes: int = _ggml().buffer_alloc_size(self._handle, tensor)
+        if offset % self.alignment or offset + size_bytes > self.data.size:
+            raise EngineError(f"tensor does not fit its buffer: {size_bytes} bytes at {offset} of {self.data.size}")
+        if _ggml().tensor_alloc(self._handle, tensor, self._base + offset) != 0:
+            raise EngineError("ggml refused to place a tensor")
+        return self.data[offset : offset + struct.ne[3] * struct.nb[3]]
+
+    def close(self) -> None:
+        """Free the memory; a second call does nothing."""
+        if self._handle:
+            _ggml().buffer_free(self._handle)
+            self._handle = None
+            self.data = np.empty(0, np.uint8)
+
+
+class TensorContext:
+    """Tensors' headers and one graph over them; holds no tensor data."""
+
+    def __init__(self, n_tensors: int, *, with_graph: bool = False) -> None:
+        size_bytes = n_tensors * _ggml().tensor_overhead()
+        if with_graph:
+            size_bytes += _ggml().graph_overhead(GRAPH_SIZE, False)
+        params = load_library().layouts.init_params(size_bytes, None, True)
+        self._handle: int | None = _ggml().init(params)
+        self._room = n_tensors
+        if not self._handle:
+            raise EngineError("ggml cannot make a context")
+
+    def _take(self, function: Callable[..., Any], *arguments: object) -> int:
+        if self._room == 0:  # ggml would abort the process
+            raise EngineError("the context has no room for another tensor")
+        self._room -= 1
+        pointer: int = function(self._handle, *arguments)
+        return pointer
+
+    def new_tensor(self, ggml_type: int, *ne: int) -> int:
+        """Return a new tensor without memory; `ne` is in ggml's order, fastest first."""
+        return self._take(_ggml().new_tensor, ggml_type, len(ne), (ctypes.c_int64 * len(ne))(*ne))
+
+    def mul_mat_id(self, experts: int, x: int, ids: int) -> int:
+        """Return the node `experts[ids] @ x`: experts (a, b, E), x (a, 1 or K, T), ids (K, T) give (b, K, T)."""
+        return self._take(_ggml().mul_mat_id, experts, x, ids)
+
+    def swiglu_split(self, gate: int, up: int) -> int:
+        """Return the node `silu(gate) * up`."""
+        return self._take(_ggml().swiglu_split, gate, up)
+
+    def halves(self, tensor: int) -> tuple[int, int]:
+        """Return views of the first and the second half of the tensor's fastest axis."""
+        struct = GgmlTensor.from_address(tensor)
+        half = struct.ne[0] // 2
+        shape = (half, struct.ne[1], struct.ne[2], struct.nb[1], struct.nb[2])
+        first = self._take(_ggml().view_3d, tensor, *shape, 0)
+        return first, self._take(_ggml().view_3d, tensor, *shape, half * struct.nb[0])
+
+    def bind_view(self, view: int) -> None:
+        """Point a view at the memory of its source, which must have been placed."""
+        if _ggml().view_init(view) != 0:
+            raise EngineError("ggml refused to place a view")
+
+    def graph(self, output: int) -> int:
+        """Return the graph that computes `output`; the context must have been made with room for one."""
+        graph: int = _ggml().new_graph(self._handle, GRAPH_SIZE, False)
+        _ggml().expand(graph, output)
+        return graph
+
+    def close(self) -> None:
+        """Free the headers and the graph; a second call does nothing."""
+        if self._handle:
+            _ggml().free(self._handle)
+            self._handle = None
+
+
+class CpuBackend:
+    """A CPU backend of its own: computes graphs whose tensors lie in its buffers. One caller at a time."""
+
+    def __init__(self, n_threads: int = 1) -> None:
+        self._handle: int | None = _ggml().cpu_init()
+        if not self._handle:
+            raise EngineError("ggml cannot start its CPU backend")
+        _ggml().cpu_set_n_threads(self._handle, n_threads)
+        self.alignment: int = _ggml().alignment(self._handle)
+
+    def allocate(self, size_bytes: int) -> HostBuffer:
+        """Return a new buffer, not zeroed. Raises EngineError when memory is short."""
+        return HostBuffer(self._open_handle(), size_bytes)
+
+    def supports(self, node: int) -> bool:
+        """Return whether this backend can compute the node."""
+        return bool(_ggml().supports_op(self._open_handle(), node))
+
+    def compute(self, graph: int) -> None:
+        """Compute the graph, giving up the GIL meanwhile. Raises EngineError when ggml fails."""
+        status = _ggml().graph_compute(self._open_handle(), graph)
+        if status != 0:
+            raise EngineError(f"ggml could not compute: status {status}")
+
+    def _open_handle(self) -> int:
+        if not self._handle:
+            raise EngineError("the CPU backend is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Free the backend; close its buffers first. A second call does nothing."""
+        if self._handle:
+            _ggml().backend_free(self._handle)
+            self._handle = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,234 @@
+"""The records that one registry node keeps: leases with an explicit `now`, bounded in every direction.
+
+Pure: `now` is monotonic seconds from the caller, never smaller than in an earlier call. Knows no sockets and asks nobody.
+
+A slot is one (node, kind, model). Its life:
+
+    absent -> live       put of a verified record from its own node's connection
+    live   -> live       put with a higher seq: replaces and renews
+    live   -> remembered ttl over (counted from receipt), or a `Withdrawal` with a higher seq
+    remembered -> live   put with a higher seq than any seen before
+    remembered -> absent 24 h later: until then an old record that is sent again finds its seq too low
+
+Rules that are easy to get wrong:
+- The same record again changes nothing and does NOT renew. Otherwise whoever kept a copy could hold a dead node alive; an
+  announcer renews with a higher seq. Another record with an equal seq is stale: the first one stands.
+- A full table refuses what is new with Overloaded. It never evicts a live record, so a flood of new nodes cannot push out
+  the ones that serve. Only remembered slots (they protect against replay, nobody looks them up) give way, oldest first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from enum import StrEnum
+
+from swarm.errors import IdentityMismatch, Overloaded
+from swarm.ids import ModelId, NodeId
+from swarm.registry.records import RecordKind, SignedRecord, Withdrawal, verify
+
+REMEMBER_S = 24 * 3600.0  # DESIGN section 4: the highest seq outlives its record by 24 h
+FULL_RETRY_S = 30.0  # guessed: leases last minutes, so room rarely appears sooner
+
+Key = tuple[NodeId, RecordKind, ModelId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableLimits:
+    """Bounds of a table. All guessed: a small relay's memory (about 50 MB when full), far above the first swarms."""
+
+    max_records: int = 10_000
+    max_records_per_node: int = 8  # live and remembered together
+    max_bytes: int = 32 << 20  # of live signed records
+    max_remembered: int = 20_000
+
+
+class PutResult(StrEnum):
+    """What a put did. STALE: a record with that seq or a higher one was seen before; see `highest_seq`."""
+
+    STORED = "stored"
+    REPLACED = "replaced"
+    UNCHANGED = "unchanged"
+    STALE = "stale"
+    WITHDRAWN = "withdrawn"
+
+
+@dataclass(slots=True)
+class _Slot:
+    seq: int
+    until: float  # live: when the lease ends; remembered: when the seq is forgotten
+    signed: SignedRecord | None  # None: remembered
+
+
+class RegistryTable:
+    """The one owner of a registry node's records."""
+
+    def __init__(self, limits: TableLimits | None = None) -> None:
+        self._limits = limits or TableLimits()
+        self._slots: dict[Key, _Slot] = {}
+        self._keys_of_node: dict[NodeId, set[Key]] = {}
+        self._live_of_model: dict[ModelId, set[Key]] = {}
+        self._remembered: dict[Key, None] = {}  # ordered by `until`: each enters at the latest time so far
+        self._leases: list[tuple[float, Key]] = []  # a heap; entries whose slot has moved on are skipped
+        self._n_live = 0
+        self._n_bytes = 0
+
+    def __len__(self) -> int:
+        return self._n_live
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the live signed records, bytes."""
+        return self._n_bytes
+
+    @property
+    def n_remembered(self) -> int:
+        """Slots of which only the highest seq is kept."""
+        return len(self._remembered)
+
+    def put(self, signed: SignedRecord, *, owner: NodeId, now: float) -> PutResult:
+        """Take an untrusted record that came over the connection of the authenticated node `owner`; return what it did.
+
+        Raises:
+            RemoteProtocolError: bad form or signature.
+            IdentityMismatch: the record speaks for another node than `owner`.
+            Overloaded: no room, and the record is new or larger than the one it replaces; nothing changed.
+        """
+        self.expire(now)
+        record = verify(signed)
+        if record.node != owner:
+            raise IdentityMismatch(
+                f"record from a foreign connection: got node {record.node.short}, expected {owner.short}"
+            )
+        if isinstance(record, Withdrawal):
+            return self._withdraw((record.node, record.withdraws, record.model), record.seq, now)
+        key = (record.node, record.kind, record.model)
+        slot = self._slots.get(key)
+        if slot is not None and record.seq <= slot.seq:
+            return PutResult.UNCHANGED if slot.signed == signed else PutResult.STALE
+        self._make_room(key, slot, signed)
+        was_live = slot is not None and slot.signed is not None
+        if slot is not None:
+            self._take_out(key, slot)
+        self._slots[key] = _Slot(record.seq, now + record.ttl_s, signed)
+        self._keys_of_node.setdefault(record.node, set()).add(key)
+        self._live_of_model.setdefault(record.model, set()).add(key)
+        self._n_live += 1
+        self._n_bytes += signed.size_bytes
+        self._push_lease(now + record.ttl_s, key)
+        return PutResult.REPLACED if was_live else PutResult.STORED
+
+    def lookup(self, model: ModelId, now: float) -> list[tuple[SignedRecord, float]]:
+        """Return the model's live records with the seconds that each still has (above 0), ordered by node and kind."""
+        found: list[tuple[SignedRecord, float]] = []
+        for key in sorted(self._live_of_model.get(model, ())):
+            slot = self._slots[key]
+            if slot.signed is not None and slot.until > now:
+                found.append((slot.signed, slot.until - now))
+        return found
+
+    def models(self, now: float) -> list[ModelId]:
+        """Return the models with at least one live record, ascending."""
+        return sorted(
+            model for model, keys in self._live_of_model.items() if any(self._slots[key].until > now for key in keys)
+        )
+
+    def highest_seq(self, node: NodeId, kind: RecordKind, model: ModelId) -> int | None:
+        """Return the highest seq seen for that slot; an announcer whose record was STALE goes on above it."""
+        slot = self._slots.get((node, kind, model))
+        return None if slot is None else slot.seq
+
+    def expire(self, now: float) -> int:
+        """Drop what has ended by `now`; return how many live records that were."""
+        n_expired = 0
+        while self._leases and self._leases[0][0] <= now:
+            until, key = heapq.heappop(self._leases)
+            slot = self._slots.get(key)
+            if slot is not None and slot.signed is not None and slot.until == until:
+                self._remember(key, slot, slot.seq, until + REMEMBER_S)
+                n_expired += 1
+        while self._remembered:
+            key = next(iter(self._remembered))
+            if self._slots[key].until > now:
+                break
+            self._forget(key)
+        return n_expired
+
+    def next_expiry(self) -> float | None:
+        """Return when `expire` next has something to do, None for never."""
+        while self._leases and not self._is_current(self._leases[0]):
+            heapq.heappop(self._leases)
+        times = [self._leases[0][0]] if self._leases else []
+        if self._remembered:
+            times.append(self._slots[next(iter(self._remembered))].until)
+        return min(times, default=None)
+
+    def _withdraw(self, key: Key, seq: int, now: float) -> PutResult:
+        slot = self._slots.get(key)
+        if slot is None:  # remembering seqs of what was never here would let one node fill the table
+            return PutResult.UNCHANGED
+        if seq < slot.seq or (seq == slot.seq and slot.signed is not None):
+            return PutResult.STALE
+        was_live = slot.signed is not None
+        if seq == slot.seq:
+            return PutResult.UNCHANGED
+        self._remember(key, slot, seq, now + REMEMBER_S)
+        return PutResult.WITHDRAWN if was_live else PutResult.UNCHANGED
+
+    def _make_room(self, key: Key, slot: _Slot | None, signed: SignedRecord) -> None:
+        """Raise Overloaded if `signed` does not fit; the last step may forget the node's own oldest remembered slot."""
+        limits = self._limits
+        old = slot.signed if slot is not None else None
+        n_bytes = self._n_bytes + signed.size_bytes - (old.size_bytes if old is not None else 0)
+        if n_bytes > limits.max_bytes and (old is None or signed.size_bytes > old.size_bytes):
+            raise Overloaded(
+                f"registry is full: got {n_bytes} bytes, expected at most {limits.max_bytes}",
+                retry_after_s=FULL_RETRY_S,
+            )
+        if old is None and self._n_live >= limits.max_records:
+            raise Overloaded(f"registry is full: {self._n_live} live records", retry_after_s=FULL_RETRY_S)
+        keys = self._keys_of_node.get(key[0], set())
+        if slot is None and len(keys) >= limits.max_records_per_node:
+            dead = [other for other in keys if other in self._remembered]
+            if not dead:
+                raise Overloaded(
+                    f"too many records of node {key[0].short}: expected at most {limits.max_records_per_node}",
+                    retry_after_s=FULL_RETRY_S,
+                )
+            self._forget(min(dead, key=lambda other: (self._slots[other].until, other)))
+
+    def _take_out(self, key: Key, slot: _Slot) -> None:
+        """Undo a slot's place in the counts and indexes of its state; it stays in `_slots`."""
+        if slot.signed is None:
+            del self._remembered[key]
+            return
+        self._n_live -= 1
+        self._n_bytes -= slot.signed.size_bytes
+        keys = self._live_of_model[key[2]]
+        keys.discard(key)
+        if not keys:
+            del self._live_of_model[key[2]]
+
+    def _remember(self, key: Key, slot: _Slot, seq: int, until: float) -> None:
+        self._take_out(key, slot)
+        self._slots[key] = _Slot(seq, until, None)
+        self._remembered[key] = None
+        if len(self._remembered) > self._limits.max_remembered:
+            self._forget(next(iter(self._remembered)))
+
+    def _forget(self, key: Key) -> None:
+        del self._remembered[key], self._slots[key]
+        keys = self._keys_of_node[key[0]]
+        keys.discard(key)
+        if not keys:
+            del self._keys_of_node[key[0]]
+
+    def _is_current(self, lease: tuple[float, Key]) -> bool:
+        slot = self._slots.get(lease[1])
+        return slot is not None and slot.signed is not None and slot.until == lease[0]
+
+    def _push_lease(self, until: float, key: Key) -> None:
+        heapq.heappush(self._leases, (until, key))
+        if len(self._leases) > 2 * self._n_live + 64:  # a node that renews in a tight loop must not grow the heap
+            self._leases = [lease for lease in self._leases if self._is_current(lease)]
+            heapq.heapify(self._leases)

@@ -1,0 +1,248 @@
+"""A spec says what the GGUF file says; whatever we cannot serve correctly is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from swarm.errors import RemoteProtocolError, UnsupportedModel, UserError
+from swarm.ids import ExpertSet
+from swarm.model.gguf_file import GgufFile
+from swarm.model.spec import MAX_DIM, ModelSpec, is_expert_tensor, read_spec
+from tests.synthetic_moe import write_synthetic_moe
+
+EMBEDDED = Path(__file__).parents[3] / "examples" / "tiny_moe"
+D, F, E = 32, 64, 4
+
+
+def spec_of(path: Path) -> ModelSpec:
+    with GgufFile(path) as file:
+        return read_spec(file)
+
+
+def write(
+    path: Path,
+    extra: Mapping[str, tuple[int, ...] | int] | None = None,
+    *,
+    architecture: str = "qwen3moe",
+    drop: str = "",
+) -> Path:
+    """Write a bare two-layer model; layer 0 is dense. `extra` adds or replaces tensors (shapes) and keys (ints)."""
+    writer = gguf.GGUFWriter(path, architecture)
+    keys = {"block_count": 2, "embedding_length": D, "expert_count": E, "expert_used_count": 2}
+    tensors: dict[str, tuple[int, ...]] = {
+        "ffn_gate_exps.weight": (E, F, D),
+        "ffn_up_exps.weight": (E, F, D),
+        "ffn_down_exps.weight": (E, D, F),
+    }
+    for name, value in (extra or {}).items():
+        if isinstance(value, int):
+            keys[name] = value
+        else:
+            tensors[name] = value
+    for key, number in keys.items():
+        writer.add_uint32(f"{architecture}.{key}" if "." not in key else key, number)
+    writer.add_tensor("output.weight", np.zeros((2, D), np.float32))
+    for name, shape in tensors.items():
+        if name != drop:
+            writer.add_tensor(f"blk.1.{name}", np.zeros(shape, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "block_bytes"), [("model-Q8_0.gguf", 3 * 128 * 256 // 32 * 34), ("model-Q4_K_M.gguf", 59392)]
+)
+def test_the_embedded_model(name: str, block_bytes: int) -> None:
+    spec = spec_of(EMBEDDED / name)
+    assert (spec.architecture, spec.activation) == ("qwen2moe", "swiglu")
+    assert (spec.n_layers, spec.moe_layers) == (6, (0, 1, 2, 3, 4, 5))
+    assert (spec.n_expert, spec.n_expert_used, spec.n_embd, spec.n_ff_exp) == (32, 4, 256, 128)
+    assert (spec.n_expert_shared, spec.n_ff_shared) == (1, 256)
+    tensors = spec.expert_tensors(1)
+    assert [(t.name, t.kind, t.shape) for t in tensors] == [
+        ("blk.1.ffn_down_exps.weight", "down", (128, 256, 32)),
+        ("blk.1.ffn_gate_exps.weight", "gate", (256, 128, 32)),
+        ("blk.1.ffn_up_exps.weight", "up", (256, 128, 32)),
+    ]
+    assert spec.block_size_bytes(1) == block_bytes == sum(t.expert_size_bytes for t in tensors)
+    assert len(spec.all_experts) == 6 * 32
+    reader = gguf.GGUFReader(EMBEDDED / name)
+    sizes = {t.name: t.n_bytes for t in reader.tensors}
+    for layer in spec.moe_layers:
+        assert all(t.expert_size_bytes * 32 == sizes[t.name] for t in spec.expert_tensors(layer))
+
+
+def test_a_synthetic_model_without_a_shared_expert(tmp_path: Path) -> None:
+    path = write_synthetic_moe(
+        tmp_path / "m.gguf", architecture="qwen3moe", n_embd=64, n_layers=1, n_expert=8, n_ff_exp=32
+    )
+    spec = spec_of(path)
+    assert (spec.architecture, spec.n_expert, spec.n_ff_exp) == ("qwen3moe", 8, 32)
+    assert (spec.n_expert_shared, spec.n_ff_shared) == (0, 0)
+
+
+def test_only_layers_with_experts_are_moe_layers(tmp_path: Path) -> None:
+    spec = spec_of(write(tmp_path / "m.gguf"))
+    assert (spec.n_layers, spec.moe_layers, spec.n_ff_exp) == (2, (1,), F)
+    with pytest.raises(ValueError):
+        spec.expert_tensors(0)
+
+
+def write_dense(path: Path) -> Path:
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_tensor("output.weight", np.zeros((2, D), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (write_dense, r"no experts \(qwen3\)"),
+        (lambda p: write(p, architecture="olmoe"), "got architecture olmoe, supported are qwen2moe, qwen3moe"),
+        (lambda p: write(p, {"ffn_up_exps.bias": (E, F)}), r"blk\.1\.ffn_up_exps\.bias, supported are weights"),
+        (lambda p: write(p, {"ffn_up_exps.scale": (E,)}), r"ffn_up_exps\.scale"),
+        (lambda p: write(p, {"ffn_up_chexps.weight": (E, F, D)}), "ffn_up_chexps"),
+        (lambda p: write(p, {"ffn_sideways_exps.weight": (E, F, D)}), "ffn_sideways_exps"),
+        (lambda p: write(p, {"ffn_gate_up_exps.weight": (E, 2 * F, D)}), "gate, gate_up, up: supported for qwen3moe"),
+        (lambda p: write(p, drop="ffn_gate_exps.weight"), "the expert tensors down, up: supported"),
+        (lambda p: write(p, drop="ffn_down_exps.weight"), "n_ff_exp"),
+        (lambda p: write(p, {"ffn_up_exps.weight": (E, F, 2 * D)}), r"shape \(64, 64, 4\), expected \(32, 64, 4\)"),
+        (lambda p: write(p, {"ffn_up_exps.weight": (F, D)}), "three dimensions"),
+        (lambda p: write(p, {"expert_count": 5}), "expected"),
+        (lambda p: write(p, {"expert_used_count": 5}), "n_expert_used out of range"),
+        (lambda p: write(p, {"expert_used_count": 0}), "n_expert_used out of range"),
+        (lambda p: write(p, {"block_count": 1}), "bad MoE layers"),
+        (lambda p: write(p, {"expert_feed_forward_length": 63}), "63, but the expert tensors have a width of 64"),
+    ],
+)
+def test_an_unsupported_model_is_refused_by_name(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    path = make(tmp_path / "odd.gguf")
+    with pytest.raises(UnsupportedModel, match=message) as caught:
+        spec_of(path)
+    assert "odd.gguf" in str(caught.value)
+
+
+def test_a_shard_is_refused_with_the_next_step(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--merge"):
+        spec_of(write(tmp_path / "m.gguf", {"split.count": 3}))
+
+
+def test_experts_that_the_model_lacks_are_a_users_mistake(tmp_path: Path) -> None:
+    spec = spec_of(write(tmp_path / "m.gguf"))
+    spec.require_experts(ExpertSet.of([1], [0, 3]))
+    for layers, experts, message in (([0], [1], "layer 0 has no experts"), ([1], [4], "0-3"), ([1], [], "no experts")):
+        with pytest.raises(UserError, match=message):
+            spec.require_experts(ExpertSet.of(layers, experts))
+
+
+def test_expert_tensors_are_told_from_routers_and_shared_experts() -> None:
+    assert is_expert_tensor("blk.0.ffn_gate_exps.weight")
+    assert is_expert_tensor("blk.0.ffn_down_chexps.bias")
+    for name in ("blk.0.ffn_gate_inp.weight", "blk.0.ffn_up_shexp.weight", "blk.0.exp_probs_b.bias"):
+        assert not is_expert_tensor(name)
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    return spec_of(EMBEDDED / "model-Q4_K_M.gguf").to_json()
+
+
+def test_json_round_trip(plain: dict[str, Any]) -> None:
+    spec = ModelSpec.from_json(json.loads(json.dumps(plain)))
+    assert spec == spec_of(EMBEDDED / "model-Q4_K_M.gguf")
+    assert hash(spec) == hash(dataclasses.replace(spec))
+
+
+PATHS: list[tuple[Any, ...]] = [
+    ("architecture",),
+    ("activation",),
+    ("n_layers",),
+    ("n_expert",),
+    ("n_expert_used",),
+    ("n_embd",),
+    ("n_ff_exp",),
+    ("n_ff_shared",),
+    ("moe_layers",),
+    ("moe_layers", 0),
+    ("expert_tensors",),
+    ("expert_tensors", 2),
+    ("expert_tensors", 2, 1),
+    ("expert_tensors", 2, 1, "name"),
+    ("expert_tensors", 2, 1, "kind"),
+    ("expert_tensors", 2, 1, "ggml_type"),
+    ("expert_tensors", 2, 1, "shape"),
+    ("expert_tensors", 2, 1, "shape", 0),
+]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_json_with_any_wrong_value_is_a_protocol_error(path: tuple[Any, ...], plain: dict[str, Any]) -> None:
+    wrong: list[Any] = [
+        None,
+        True,
+        -1,
+        1.5,
+        MAX_DIM + 1,
+        1 << 80,
+        "",
+        "x" * 100,
+        [],
+        [[]],
+        {},
+        float("nan"),
+        24,
+        ["a"] * 5000,
+    ]
+    for value in wrong:
+        damaged = copy.deepcopy(plain)
+        parent = damaged
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = value
+        if value == 24 and path in (("n_layers",), ("n_expert_used",), ("n_ff_shared",)):
+            continue  # legal there
+        with pytest.raises(RemoteProtocolError):
+            ModelSpec.from_json(damaged)
+
+
+def test_json_with_a_missing_or_extra_key_is_a_protocol_error(plain: dict[str, Any]) -> None:
+    for key in plain:
+        with pytest.raises(RemoteProtocolError):
+            ModelSpec.from_json({k: v for k, v in plain.items() if k != key})
+    with pytest.raises(RemoteProtocolError):
+        ModelSpec.from_json({**plain, "extra": 1})
+    others: list[Any] = [None, [], "spec", 3]
+    for other in others:
+        with pytest.raises(RemoteProtocolError):
+            ModelSpec.from_json(other)
+
+
+def test_json_out_of_bounds_is_a_protocol_error(plain: dict[str, Any]) -> None:
+    huge = {**plain, "n_ff_exp": MAX_DIM, "n_embd": MAX_DIM}
+    huge["expert_tensors"] = [
+        [{**t, "ggml_type": 0, "shape": [MAX_DIM, MAX_DIM, 32]} for t in tensors] for tensors in plain["expert_tensors"]
+    ]
+    with pytest.raises(RemoteProtocolError, match="takes more than"):
+        ModelSpec.from_json(huge)
+    for swap in ([1, 0, 2, 3, 4, 5], [0, 0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 6], [0, 1, 2, 3, 4]):
+        with pytest.raises(RemoteProtocolError):
+            ModelSpec.from_json({**plain, "moe_layers": swap})
+    reordered = {**plain, "expert_tensors": [tensors[::-1] for tensors in plain["expert_tensors"]]}
+    with pytest.raises(RemoteProtocolError, match="name order"):
+        ModelSpec.from_json(reordered)

@@ -1,0 +1,289 @@
+"""The registry's table: order by seq, leases, replay, bounds. Time is whatever the test says."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from swarm.errors import IdentityMismatch, Overloaded, RemoteProtocolError
+from swarm.identity import Identity
+from swarm.ids import ExpertSet, ModelId
+from swarm.registry.records import (
+    ExpertAnnouncement,
+    ModelOffer,
+    RecordKind,
+    SignedRecord,
+    Withdrawal,
+    sign,
+    verify,
+)
+from swarm.registry.table import REMEMBER_S, PutResult, RegistryTable, TableLimits
+
+A, B, C = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
+MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
+
+
+def announcement(
+    identity: Identity, seq: int, *, ttl_s: int = 60, model: ModelId = MODEL, experts: range = range(4)
+) -> SignedRecord:
+    record = ExpertAnnouncement(
+        node=identity.node_id,
+        seq=seq,
+        ttl_s=ttl_s,
+        model=model,
+        model_name="tiny",
+        experts=ExpertSet.of([0], experts),
+        addresses=("127.0.0.1:1",),
+        exact_kernels=True,
+        wire_versions=(1,),
+    )
+    return sign(record, identity)
+
+
+def offer(identity: Identity, seq: int, *, ttl_s: int = 60) -> SignedRecord:
+    record = ModelOffer(
+        node=identity.node_id,
+        seq=seq,
+        ttl_s=ttl_s,
+        model=MODEL,
+        model_name="tiny",
+        n_expert=8,
+        n_expert_used=2,
+        moe_layers="0-3",
+        n_embd=64,
+        size_bytes=1000,
+        addresses=("127.0.0.1:2",),
+        offers_blocks=True,
+    )
+    return sign(record, identity)
+
+
+def withdrawal(identity: Identity, seq: int, *, kind: RecordKind = RecordKind.EXPERTS) -> SignedRecord:
+    return sign(Withdrawal(node=identity.node_id, seq=seq, model=MODEL, withdraws=kind), identity)
+
+
+def put(table: RegistryTable, signed: SignedRecord, now: float) -> PutResult:
+    return table.put(signed, owner=verify(signed).node, now=now)
+
+
+def test_a_record_is_found_with_the_time_it_has_left() -> None:
+    table = RegistryTable()
+    record = announcement(A, 1)
+    assert put(table, record, 100.0) is PutResult.STORED
+    assert table.lookup(MODEL, 110.0) == [(record, 50.0)]
+    assert table.models(110.0) == [MODEL]
+    assert table.lookup(OTHER_MODEL, 110.0) == []
+
+
+def test_a_lease_counts_from_receipt_and_ends_to_the_second() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 1), 100.0)
+    assert len(table.lookup(MODEL, 159.9)) == 1
+    assert table.lookup(MODEL, 160.0) == []  # even before anybody called expire
+    assert table.models(160.0) == []
+    assert table.next_expiry() == 160.0
+    assert table.expire(159.9) == 0
+    assert table.expire(160.0) == 1
+    assert len(table) == 0
+    assert table.n_bytes == 0
+
+
+def test_a_higher_seq_replaces_and_renews() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 1), 0.0)
+    newer = announcement(A, 2, experts=range(2))
+    assert put(table, newer, 50.0) is PutResult.REPLACED
+    assert table.lookup(MODEL, 61.0) == [(newer, 49.0)]
+    assert len(table) == 1
+    assert table.n_bytes == newer.size_bytes
+
+
+def test_the_same_record_again_does_not_renew() -> None:
+    table = RegistryTable()
+    record = announcement(A, 1)
+    put(table, record, 0.0)
+    assert put(table, record, 50.0) is PutResult.UNCHANGED
+    assert table.lookup(MODEL, 55.0) == [(record, 5.0)]
+
+
+def test_another_record_with_the_same_seq_or_a_lower_one_is_stale() -> None:
+    table = RegistryTable()
+    record = announcement(A, 5)
+    put(table, record, 0.0)
+    assert put(table, announcement(A, 5, experts=range(2)), 1.0) is PutResult.STALE
+    assert put(table, announcement(A, 4), 1.0) is PutResult.STALE
+    assert table.lookup(MODEL, 1.0) == [(record, 59.0)]
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, MODEL) == 5
+
+
+def test_a_restart_within_two_seconds_leaves_one_entry() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 1_000), 0.0)
+    restarted = announcement(A, 3_000)
+    put(table, restarted, 2.0)
+    assert table.lookup(MODEL, 2.0) == [(restarted, 60.0)]
+    assert table.expire(60.5) == 0  # the first lease's end does not touch the second
+    assert table.lookup(MODEL, 61.0) == [(restarted, 1.0)]
+
+
+def test_an_old_record_is_refused_for_a_day_after_the_lease_ended() -> None:
+    table = RegistryTable()
+    record = announcement(A, 5)
+    put(table, record, 0.0)
+    table.expire(60.0)
+    assert put(table, record, 61.0) is PutResult.STALE
+    assert put(table, record, 59.0 + REMEMBER_S) is PutResult.STALE
+    assert table.n_remembered == 1
+    assert table.next_expiry() == 60.0 + REMEMBER_S
+    assert put(table, record, 60.0 + REMEMBER_S) is PutResult.STORED
+
+
+def test_a_higher_seq_comes_back_after_the_lease_ended() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 5), 0.0)
+    table.expire(60.0)
+    assert put(table, announcement(A, 6), 61.0) is PutResult.STORED
+    assert table.n_remembered == 0
+    assert len(table) == 1
+
+
+def test_a_withdrawal_needs_a_higher_seq_and_stays_in_force() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 5), 0.0)
+    put(table, offer(A, 5), 0.0)
+    assert put(table, withdrawal(A, 5), 1.0) is PutResult.STALE
+    assert put(table, withdrawal(A, 6), 1.0) is PutResult.WITHDRAWN
+    assert [verify(signed).kind for signed, _ in table.lookup(MODEL, 1.0)] == [RecordKind.MODEL]
+    assert put(table, withdrawal(A, 6), 2.0) is PutResult.UNCHANGED
+    assert put(table, announcement(A, 6), 2.0) is PutResult.STALE
+    assert put(table, announcement(A, 7), 2.0) is PutResult.STORED
+
+
+def test_a_withdrawal_of_what_was_never_here_takes_no_memory() -> None:
+    table = RegistryTable()
+    assert put(table, withdrawal(A, 6), 1.0) is PutResult.UNCHANGED
+    assert table.n_remembered == 0
+    assert table.next_expiry() is None
+
+
+def test_a_record_counts_only_from_its_own_nodes_connection() -> None:
+    table = RegistryTable()
+    for signed in (announcement(A, 1), withdrawal(A, 2)):
+        with pytest.raises(IdentityMismatch):
+            table.put(signed, owner=B.node_id, now=0.0)
+    assert table.lookup(MODEL, 0.0) == []
+
+
+def test_a_bad_signature_changes_nothing() -> None:
+    table = RegistryTable()
+    good = announcement(A, 1)
+    put(table, good, 0.0)
+    forged = SignedRecord(payload=announcement(A, 9).payload, signature=good.signature)
+    with pytest.raises(RemoteProtocolError):
+        table.put(forged, owner=A.node_id, now=1.0)
+    assert table.lookup(MODEL, 1.0) == [(good, 59.0)]
+
+
+def test_lookup_is_ordered_by_node_whatever_the_order_of_arrival() -> None:
+    found = []
+    for order in ([A, B, C], [C, A, B]):
+        table = RegistryTable()
+        for identity in order:
+            put(table, announcement(identity, 1), 0.0)
+        found.append([verify(signed).node for signed, _ in table.lookup(MODEL, 0.0)])
+    assert found[0] == found[1] == sorted(identity.node_id for identity in (A, B, C))
+
+
+def test_a_full_table_refuses_new_nodes_and_keeps_and_renews_the_live_ones() -> None:
+    table = RegistryTable(TableLimits(max_records=2))
+    put(table, announcement(A, 1), 0.0)
+    put(table, announcement(B, 1), 0.0)
+    with pytest.raises(Overloaded) as caught:
+        put(table, announcement(C, 1), 1.0)
+    assert caught.value.retry_after_s > 0
+    assert put(table, announcement(A, 2), 2.0) is PutResult.REPLACED
+    assert {verify(signed).node for signed, _ in table.lookup(MODEL, 2.0)} == {A.node_id, B.node_id}
+    assert put(table, announcement(C, 1), 60.0) is PutResult.STORED  # B's lease has ended: there is room again
+
+
+def test_bytes_are_bounded_and_a_refused_put_changes_nothing() -> None:
+    small, large = announcement(A, 1), announcement(A, 2, experts=range(0, 64, 2))
+    table = RegistryTable(TableLimits(max_bytes=small.size_bytes + 10))
+    put(table, small, 0.0)
+    with pytest.raises(Overloaded):
+        put(table, large, 1.0)
+    with pytest.raises(Overloaded):
+        put(table, announcement(B, 1), 1.0)
+    assert table.lookup(MODEL, 1.0) == [(small, 59.0)]
+    assert table.n_bytes == small.size_bytes
+
+
+def test_records_of_one_node_are_bounded_and_its_oldest_remembered_one_gives_way() -> None:
+    models = [ModelId(bytes([n]) * 32) for n in range(4)]
+    table = RegistryTable(TableLimits(max_records_per_node=2))
+    put(table, announcement(A, 1, model=models[0], ttl_s=10), 0.0)
+    put(table, announcement(A, 1, model=models[1], ttl_s=20), 0.0)
+    with pytest.raises(Overloaded):
+        put(table, announcement(A, 1, model=models[2]), 1.0)
+    put(table, announcement(B, 1, model=models[2]), 1.0)  # another node has its own share
+    table.expire(20.0)
+    put(table, announcement(A, 1, model=models[2]), 21.0)
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, models[0]) is None
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, models[1]) == 1
+
+
+def test_remembered_slots_are_bounded_and_the_oldest_gives_way() -> None:
+    table = RegistryTable(TableLimits(max_remembered=2))
+    for second, identity in enumerate((A, B, C)):
+        put(table, announcement(identity, 1, ttl_s=10), float(second))
+    table.expire(100.0)
+    assert table.n_remembered == 2
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, MODEL) is None
+    assert table.highest_seq(C.node_id, RecordKind.EXPERTS, MODEL) == 1
+
+
+def test_renewing_in_a_tight_loop_takes_no_memory() -> None:
+    table = RegistryTable()
+    for seq in range(500):
+        put(table, announcement(A, seq), seq / 1000)
+    assert len(table._leases) <= 2 * len(table) + 64
+    assert len(table) == 1
+    assert table.next_expiry() == pytest.approx(60.499)
+
+
+def test_counts_and_answers_agree_with_a_plain_model_under_random_use() -> None:
+    rng = random.Random(7)
+    table = RegistryTable(TableLimits(max_records=6, max_records_per_node=3))
+    identities = [Identity.from_seed(bytes([n]) * 32) for n in range(10, 18)]
+    live: dict[tuple[bytes, str], tuple[SignedRecord, float]] = {}
+    seqs: dict[tuple[bytes, str], int] = {}
+    now = 0.0
+    for _ in range(600):
+        now += rng.choice([0.0, 0.5, 3.0])
+        live = {key: entry for key, entry in live.items() if entry[1] > now}
+        identity, seq, ttl_s = rng.choice(identities), rng.randrange(100), rng.choice([1, 5, 20])
+        signed = rng.choice(
+            [announcement(identity, seq, ttl_s=ttl_s), offer(identity, seq, ttl_s=ttl_s), withdrawal(identity, seq)]
+        )
+        record = verify(signed)
+        kind = record.withdraws if isinstance(record, Withdrawal) else record.kind
+        key = (identity.node_id.raw, kind.value)
+        try:
+            put(table, signed, now)
+        except Overloaded:
+            assert len(live) == 6
+            assert key not in live
+        else:
+            if isinstance(record, Withdrawal):
+                if key in seqs and record.seq > seqs[key]:
+                    seqs[key] = record.seq
+                    live.pop(key, None)
+            elif record.seq > seqs.get(key, -1):
+                seqs[key] = record.seq
+                live[key] = (signed, now + record.ttl_s)
+        expected = [(live[key][0], live[key][1] - now) for key in sorted(live)]
+        assert table.lookup(MODEL, now) == expected
+        assert len(table) == len(live)
+        assert table.n_bytes == sum(entry[0].size_bytes for entry in live.values())
+        assert table.next_expiry() is None or table.next_expiry() > now
