@@ -55,7 +55,7 @@ def demo(
     path = model or _embedded_model()
     forms = parse_wire(wire)
     tame_openmp()
-    serve_at = None if once or as_json else parse_address(gateway)
+    serve_at = None if once or as_json else parse_address(gateway, allow_any_port=True)
     run_async(_demo(path, prompt, peers, tokens, forms, as_json, serve_at))
 
 

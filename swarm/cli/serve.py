@@ -63,7 +63,7 @@ def serve(
     forms = parse_wire(wire)
     if forms.back is WireForm.EXACT and not exact_kernels:
         raise UserError("the wire form exact needs --exact-kernels here and at the peers")
-    gateway_address = parse_address(gateway)
+    gateway_address = parse_address(gateway, allow_any_port=True)
     tame_openmp()
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""A whole swarm on this machine, in processes of its own: a relay with the registry, and peers.
+"""A whole swarm on this machine, in processes of its own: a relay with the registry, peers, a backbone.
 
 For the demo, `verify`, examples and tests. Children leave when their parent does: they watch their standard input, which
 closes with the parent however that ends.
@@ -85,6 +85,7 @@ class LocalSwarm:
         """`folder` holds a home (keys, cache) for each child, so that they share no identity."""
         self._folder = folder
         self.relay: Child | None = None
+        self.backbone: Child | None = None
         self.peers: list[Child] = []
 
     async def __aenter__(self) -> Self:
@@ -94,7 +95,7 @@ class LocalSwarm:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        children = [*self.peers, *([self.relay] if self.relay else [])]
+        children = [*filter(None, (self.backbone, *self.peers, self.relay))]
         await asyncio.gather(*(child.stop() for child in children))
 
     @property
@@ -131,6 +132,15 @@ class LocalSwarm:
             if isinstance(outcome, BaseException):
                 raise outcome
 
+    async def start_backbone(self, model_file: Path, *options: str) -> Child:
+        """Start a backbone with its gateway on a free port; its `ready` has the `url` of the API.
+
+        It is ready before its peers are: `/health` tells when every expert has one.
+        """
+        arguments = ("serve", "--model", str(model_file), "--host", "127.0.0.1", "--gateway", "127.0.0.1:0")
+        self.backbone = await self._start("backbone", (*arguments, "--registry", self.registry, *options))
+        return self.backbone
+
     async def restart(self, peer: Child) -> Child:
         """Start a peer again as it was, with the same identity; return the new child."""
         index = self.peers.index(peer)
@@ -163,10 +173,11 @@ class LocalSwarm:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             pass
+        except BaseException:  # cancelled: nobody else knows this child yet
+            await _end(process, watcher)
+            raise
         if not ready.done():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await watcher
+            await _end(process, watcher)
             raise ProcessFailed(f"{name} did not get ready: {' / '.join(lines[-5:]) or 'it printed nothing'}")
         return Child(arguments, home, process, ready.result(), watcher, lines)
 
@@ -177,6 +188,12 @@ def contiguous_shares(n_expert: int, n_peers: int) -> list[range]:
         raise ValueError(f"number of peers out of range: got {n_peers}, expected 1 to {n_expert}")
     cuts = [n_expert * i // n_peers for i in range(n_peers + 1)]
     return [range(low, high) for low, high in itertools.pairwise(cuts)]
+
+
+async def _end(process: asyncio.subprocess.Process, watcher: asyncio.Task[None]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await watcher
 
 
 async def _watch(

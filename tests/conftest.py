@@ -1,0 +1,32 @@
+"""Shared by all tests: one OpenMP thread for each process, and no silent skips where everything must run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+# Before any test loads the engine library: several processes share two cores (ARCHITECTURE.md).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TINY_MOE = Path(__file__).parent.parent / "examples" / "tiny_moe"
+
+
+@pytest.fixture(scope="session")
+def tiny_moe() -> Path:
+    """The folder of the embedded model."""
+    return TINY_MOE
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail what was skipped when SWARM_REQUIRE_E2E is set, as .ci/run does."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("SWARM_REQUIRE_E2E"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, which SWARM_REQUIRE_E2E forbids: {report.longrepr}"
+    return report
