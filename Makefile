@@ -34,6 +34,8 @@ format: $(VENV)/.installed-dev  ## Mend what can be mended automatically.
 clean:  ## Remove the virtual environments.
 	rm -rf .venv .venv-compiled
 
+.PRECIOUS: %/bin/python %/.installed %/.installed-dev %/.installed-compiled
+
 %/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "swarm needs Python 3.11 or later: make PYTHON=python3.12 ..." >&2; exit 1; }

@@ -13,7 +13,7 @@ from pathlib import Path
 from peer.compute import Compute
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
 from swarm import __version__
-from swarm.errors import RemoteProtocolError, UserError
+from swarm.errors import RemoteProtocolError, SwarmError, UserError
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
@@ -132,18 +132,21 @@ class PeerDaemon:
     async def _serve(self, registry: RegistryClient, on_ready: Callable[[PeerReady], None]) -> None:
         numbers = SequenceNumbers(self._config.folders.state / "join.seq")
         announcer = Announcer(registry, self._identity, numbers, self._announcement)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(announcer.run())
-            await announcer.is_announced.wait()
-            assert self._manifest is not None
-            ready = PeerReady(
-                node=str(self._identity.node_id),
-                model=f"{self._model_name}@{self._manifest.model_id.short}",
-                experts=str(self._experts),
-                address=self._config.advertise or await registry.observed_address(),
-            )
-            logger.info("joined with %s of %s", ready.experts, ready.model)
-            on_ready(ready)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(announcer.run())
+                await announcer.is_announced.wait()
+                assert self._manifest is not None
+                ready = PeerReady(
+                    node=str(self._identity.node_id),
+                    model=f"{self._model_name}@{self._manifest.model_id.short}",
+                    experts=str(self._experts),
+                    address=self._config.advertise or await registry.observed_address(),
+                )
+                logger.info("joined with %s of %s", ready.experts, ready.model)
+                on_ready(ready)
+        except* SwarmError as group:
+            raise group.exceptions[0] from None
 
     async def _source(self, registry: RegistryClient, pool: Pool) -> BlockSource:
         """Settle which model and experts this peer serves, and return where their blocks come from."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from swarm.errors import (
     IntegrityError,
     NetworkError,
+    Overloaded,
     RemoteProtocolError,
     RemoteRefused,
     SwarmError,
@@ -35,6 +36,7 @@ BLOCK_TIMEOUT_S = 120.0  # one block; guessed: 88 MB at 6 Mbit/s
 MANIFEST_TIMEOUT_S = 30.0
 N_ATTEMPTS = 3  # per block, over all who offer the model
 RETRY_S = 0.5
+FAILURES = (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError, Overloaded)  # of one offer: try the next
 
 
 def choose_model(offers: Sequence[ModelOffer], wanted: str | None) -> tuple[ModelId, list[ModelOffer]]:
@@ -77,7 +79,7 @@ async def fetch_manifest(pool: Pool, model: ModelId, offers: Sequence[ModelOffer
             if hashlib.sha256(answer.data).digest() != model.raw:
                 raise IntegrityError(f"node {offer.node.short} sent a manifest that is not model {model.short}'s")
             return Manifest.from_bytes(answer.data)
-        except (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError) as failure:
+        except FAILURES as failure:
             logger.warning("no manifest from node %s: %s", offer.node.short, failure)
             error = failure
     raise NetworkError(f"nobody gives the manifest of model {model.short}: {error}")
@@ -98,6 +100,7 @@ class SliceFetcher:
         self._pool = pool
         self._store = store
         self._progress = progress
+        self._offers: list[ModelOffer] = []
 
     async def fetch(self, experts: ExpertSet) -> None:
         """Return when the store has every block of `experts`.
@@ -109,6 +112,9 @@ class SliceFetcher:
         missing = [pair for pair in experts if not self._store.has(*pair)]
         n_there = len(experts) - len(missing)
         self._progress(n_there, len(experts))
+        if not missing:
+            return
+        self._offers = await self._find_offers()
         todo = iter(missing)
 
         async def work() -> None:
@@ -128,18 +134,26 @@ class SliceFetcher:
     async def _fetch_block(self, layer: int, expert: int) -> None:
         error: SwarmError | None = None
         for attempt in range(N_ATTEMPTS):
-            offers = await self._registry.offers(self._store.manifest.model_id)
-            for offer in (offer for offer in offers if offer.offers_blocks):
+            if attempt > 0:
+                await asyncio.sleep(RETRY_S * attempt)
+                try:
+                    self._offers = await self._find_offers()
+                except (NetworkError, RemoteRefused) as failure:  # the offers known so far may do
+                    logger.warning("cannot ask the registry again: %s", failure)
+            for offer in self._offers:
                 try:
                     await self._from(offer, layer, expert)
                     return
-                except (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError) as failure:
+                except FAILURES as failure:
                     logger.warning("no block of layer %d, expert %d: %s", layer, expert, failure)
                     error = failure
-            await asyncio.sleep(RETRY_S * (attempt + 1))
         if isinstance(error, IntegrityError):
             raise error
         raise NetworkError(f"nobody gives layer {layer}, expert {expert}: {error or 'no offer left'}")
+
+    async def _find_offers(self) -> list[ModelOffer]:
+        offers = await self._registry.offers(self._store.manifest.model_id)
+        return [offer for offer in offers if offer.offers_blocks]
 
     async def _from(self, offer: ModelOffer, layer: int, expert: int) -> None:
         connection = await _connect(self._pool, offer)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from swarm import __version__
 from swarm.identity import Identity
+from swarm.ids import NodeId
 from swarm.net.addresses import format_address
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
@@ -19,6 +20,7 @@ from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
+SHOWN_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # nobody can dial "any address"; others know theirs of this machine
 EXPIRE_S = 5.0  # between two sweeps of the table; lookups never see an expired record anyway
 
 
@@ -42,11 +44,12 @@ class RelayReady:
 class RelayDaemon:
     """Serves the registry until it is cancelled."""
 
-    def __init__(self, config: RelayConfig, identity: Identity) -> None:
+    def __init__(self, config: RelayConfig, identity: Identity, *, now: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._identity = identity
-        self._registry = RegistryNode()
-        self._started = time.monotonic()
+        self._now = now
+        self._registry = RegistryNode(now=now)
+        self._started = now()
 
     async def run(self, on_ready: Callable[[RelayReady], None]) -> None:
         """Serve; calls `on_ready` once the socket is bound.
@@ -62,25 +65,28 @@ class RelayDaemon:
             serves=(*SERVES, m.GetStatus),
         )
         async with endpoint:
-            shown_host = "127.0.0.1" if self._config.host == "0.0.0.0" else self._config.host
-            address = format_address((shown_host, endpoint.port))
+            address = format_address((SHOWN_HOST.get(self._config.host, self._config.host), endpoint.port))
             node = str(self._identity.node_id)
             logger.info("registry %s listens on UDP %s", self._identity.node_id.short, address)
             on_ready(RelayReady(node=node, address=address, registry=f"swarm://{node}@{address}"))
             while True:
                 await asyncio.sleep(EXPIRE_S)
-                self._registry.table.expire(time.monotonic())
+                self._registry.table.expire(self._now())
 
-    async def _handle(self, connection: Connection, request: m.Request) -> m.Response:
+    def answer(self, asker: NodeId, request: m.Request) -> m.Response:
+        """Return the answer to a request of the authenticated node `asker`; raises what `RegistryNode.answer` does."""
         if isinstance(request, m.GetStatus):
             return m.Status(data=json.dumps(self._status()).encode())
-        return self._registry.answer(connection.remote, request)
+        return self._registry.answer(asker, request)
+
+    async def _handle(self, connection: Connection, request: m.Request) -> m.Response:
+        return self.answer(connection.remote, request)
 
     def _status(self) -> dict[str, object]:
         return {
             "role": "relay",
             "version": __version__,
-            "uptime_s": round(time.monotonic() - self._started, 1),
+            "uptime_s": round(self._now() - self._started, 1),
             "n_records": len(self._registry.table),
             "record_bytes": self._registry.table.n_bytes,
         }

@@ -27,10 +27,12 @@ class NodeId:
     def parse(cls, text: str) -> Self:
         """Return the id that `text` writes; raises UserError."""
         try:
-            raw = base64.b32decode(text.upper() + "=" * (-len(text) % 8))
-            return cls(raw)
+            node = cls(base64.b32decode(text.upper() + "=" * (-len(text) % 8)))
         except (binascii.Error, ValueError) as error:
-            raise UserError(f"not a node id: got {text!r}, expected 52 characters of base32") from error
+            raise UserError(f"not a node id: got {text[:80]!r}, expected 52 characters of base32") from error
+        if str(node) != text.lower():  # the last character has four bits to spare: one spelling for each node
+            raise UserError(f"not a node id: got {text[:80]!r}, did you mean {node}?")
+        return node
 
     def __str__(self) -> str:
         return base64.b32encode(self.raw).decode().rstrip("=").lower()
@@ -57,7 +59,7 @@ class ModelId:
         try:
             return cls(bytes.fromhex(text))
         except ValueError as error:
-            raise UserError(f"not a model id: got {text!r}, expected 64 hex digits") from error
+            raise UserError(f"not a model id: got {text[:80]!r}, expected 64 hex digits") from error
 
     def __str__(self) -> str:
         return self.raw.hex()
@@ -73,13 +75,17 @@ def parse_index_set(text: str, what: str = "experts") -> frozenset[int]:
     numbers: set[int] = set()
     for part in text.split(","):
         low, dash, high = part.strip().partition("-")
-        if not low.isascii() or not low.isdigit() or (dash and not (high.isascii() and high.isdigit())):
-            raise UserError(f"cannot read {what}: got {part.strip()!r}, expected numbers and ranges like 12-19,40")
+        if not _is_number(low) or (dash and not _is_number(high)):
+            raise UserError(f"cannot read {what}: got {part.strip()[:80]!r}, expected numbers and ranges like 12-19,40")
         first, last = int(low), int(high) if dash else int(low)
         if last < first or last > MAX_INDEX:
             raise UserError(f"bad range of {what}: got {part.strip()!r}, expected low-high up to {MAX_INDEX}")
         numbers.update(range(first, last + 1))
     return frozenset(numbers)
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 10  # int() raises ValueError beyond 4,300 digits
 
 
 def format_index_set(numbers: Iterable[int]) -> str:

@@ -91,16 +91,13 @@ def prepare_model(path: Path, folders: Folders, progress: ProgressCallback | Non
     Raises:
         UserError: not a model that can be served, or no manifest beside a backbone file.
     """
-    file = GgufFile(path)
-    kind = file.text(FILE_KEY)
-    if kind == "slice":
-        file.close()
-        raise UserError(f"{path} is an expert slice; serve needs the whole model or its backbone.gguf")
     name = printable_name(path.stem)
+    with GgufFile(path) as file:
+        kind, said = file.text(FILE_KEY), file.text(MODEL_ID_KEY)
+    if kind == "slice":
+        raise UserError(f"{path} is an expert slice; serve needs the whole model or its backbone.gguf")
     if kind == "backbone":
         manifest = _manifest_beside(path)
-        said = file.text(MODEL_ID_KEY)
-        file.close()
         if said != str(manifest.model_id):
             raise UserError(f"{path} does not belong to the {MANIFEST_NAME} beside it: got model {said}")
         return PreparedModel(
@@ -112,6 +109,7 @@ def prepare_model(path: Path, folders: Folders, progress: ProgressCallback | Non
             offers_blocks=False,
         )
     manifest = manifest_of(path, folders.cache, progress)
+    file = GgufFile(path)  # stays open: the share reads from it
     backbone_path = folders.cache / "backbones" / f"{manifest.model_id}.gguf"
     if not backbone_path.exists():  # written whole or not at all, and named for its content
         backbone_path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,14 +194,19 @@ async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
     async def end() -> None:
         raise _Done
 
+    failure: Exception | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
             try:
                 yield tasks
+            except Exception as error:
+                failure = error  # raised below, as it is: the task group would wrap it
             finally:
                 tasks.create_task(end())
     except* _Done:
         pass
+    if failure is not None:
+        raise failure
 
 
 def _offer(config: BackboneConfig, identity: Identity, prepared: PreparedModel, seq: int, address: str) -> ModelOffer:

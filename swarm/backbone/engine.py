@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import queue
 import threading
@@ -66,15 +67,26 @@ class EngineConfig:
     exact_kernels: bool = False
 
 
+class _Step:
+    """One call's work, and where its outcome goes."""
+
+    def __init__(self, run: Callable[[], Any], done: asyncio.Future[Any]) -> None:
+        self.run = run
+        self.done = done
+        self.is_given_up = False  # owned by the bridge, under its lock
+
+
 class _Bridge(ExpertBackend):
-    """Takes a layer from the engine's thread to the dispatcher on the loop."""
+    """Takes a layer from the engine's thread to the dispatcher on the loop, for the one step that is under way."""
 
     def __init__(self, dispatcher: LayerDispatcher, loop: asyncio.AbstractEventLoop) -> None:
         self._dispatcher = dispatcher
         self._loop = loop
         self._lock = threading.Lock()
         self._in_flight: set[concurrent.futures.Future[npt.NDArray[np.float32]]] = set()
-        self._abort_reason: SwarmError | None = None
+        self._step: _Step | None = None
+        self._abort_reason: SwarmError | None = None  # of this step
+        self._end_reason: SwarmError | None = None  # of this step and all that follow
 
     def begin(
         self,
@@ -85,8 +97,9 @@ class _Bridge(ExpertBackend):
     ) -> LayerResult:
         """Start a dispatch; on the engine's thread. The dispatcher bounds its time, so waiting for it is bounded too."""
         with self._lock:
-            if self._abort_reason is not None:
-                raise self._abort_reason
+            reason = self._end_reason or self._abort_reason
+            if reason is not None:
+                raise reason
             future = asyncio.run_coroutine_threadsafe(
                 self._dispatcher.dispatch(layer, x, topk_ids, topk_weights), self._loop
             )
@@ -94,18 +107,37 @@ class _Bridge(ExpertBackend):
         future.add_done_callback(self._forget)
         return future
 
-    def abort(self, reason: SwarmError) -> None:
-        """End the layers under way, and refuse new ones until `resume`; from any thread."""
+    def enter(self, step: _Step) -> bool:
+        """Take layers of this step from here on; False when its caller has given it up. Raises after `end`."""
         with self._lock:
+            if self._end_reason is not None:
+                raise self._end_reason
+            if not step.is_given_up:
+                self._step, self._abort_reason = step, None
+            return not step.is_given_up
+
+    def give_up(self, step: _Step, reason: SwarmError) -> bool:
+        """End the step's layer under way and refuse its further ones; False when it has not begun and never will.
+
+        Other callers' steps go on, before it and after it in line.
+        """
+        with self._lock:
+            if self._step is not step:
+                step.is_given_up = True
+                return False
             self._abort_reason = reason
             in_flight = list(self._in_flight)
         for future in in_flight:
             future.cancel()
+        return True
 
-    def resume(self) -> None:
-        """Take layers again."""
+    def end(self, reason: SwarmError) -> None:
+        """End the layer under way and refuse every step and layer from here on."""
         with self._lock:
-            self._abort_reason = None
+            self._end_reason = reason
+            in_flight = list(self._in_flight)
+        for future in in_flight:
+            future.cancel()
 
     def _forget(self, future: concurrent.futures.Future[npt.NDArray[np.float32]]) -> None:
         with self._lock:
@@ -121,7 +153,7 @@ class Engine:
         self._spec = spec
         self._config = config
         self._dispatcher = dispatcher
-        self._steps: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._bridge: _Bridge | None = None
@@ -164,20 +196,22 @@ class Engine:
     async def call(self, step: Callable[[], T]) -> T:
         """Return what `step` returns on the engine's thread. One caller at a time; others wait in line.
 
-        A cancelled caller does not leave a step behind: the layer under way is given up and the step ends first.
+        A cancelled caller does not leave a step behind: one that waits in line is dropped; of one that runs, the layer
+        under way is given up and the step ends first.
         """
         if self._thread is None or self._loop is None or self._bridge is None:
             raise EngineError("the engine is not running")
         done: asyncio.Future[T] = self._loop.create_future()
-        self._steps.put((step, done))
+        entry = _Step(step, done)
+        self._steps.put(entry)
         try:
             return await asyncio.shield(done)
         except asyncio.CancelledError:
-            self._bridge.abort(ConnectionLost("the request was given up"))
-            await asyncio.wait([done])
-            self._bridge.resume()
-            if not done.cancelled():
-                done.exception()  # seen: nobody waits for it any more
+            done.add_done_callback(lambda future: future.exception())  # seen: nobody waits for it any more
+            if self._bridge.give_up(entry, ConnectionLost("the request was given up")):
+                while not done.done():  # even if cancelled again: the caller frees what the step still uses
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait([done])
             raise
 
     def decode(
@@ -195,7 +229,9 @@ class Engine:
             self.context.decode(tokens, first_position=first_position, logits=logits)
         except EngineError as failure:
             error = failure
-        error = self._hook.take_error() or self.context.take_callback_error() or error
+        # All are taken: one that stayed behind would fail the next step. The hook's own came first.
+        failures = (self._hook.take_error(), self.context.take_callback_error(), error)
+        error = next((failure for failure in failures if failure is not None), None)
         if error is None:
             return
         if not self.context.remove(0, first_position):
@@ -212,7 +248,7 @@ class Engine:
         if thread is None:
             return
         if self._bridge is not None:
-            self._bridge.abort(ConnectionLost("the engine is closing"))
+            self._bridge.end(ConnectionLost("the engine is closing"))
         self._steps.put(None)
         await asyncio.to_thread(thread.join)  # its last layer may still need this loop, so the loop must not block
 
@@ -233,14 +269,18 @@ class Engine:
 
     def _run(self) -> None:
         assert self._loop is not None
-        while (item := self._steps.get()) is not None:
-            step, done = item
+        assert self._bridge is not None
+        while (step := self._steps.get()) is not None:
+            outcome: Any = None
+            error: BaseException | None = None
             try:
-                outcome, error = step(), None
+                if not self._bridge.enter(step):
+                    continue
+                outcome = step.run()
             except BaseException as failure:
-                outcome, error = None, failure
+                error = failure
             try:
-                self._loop.call_soon_threadsafe(_settle, done, outcome, error)
+                self._loop.call_soon_threadsafe(_settle, step.done, outcome, error)
             except RuntimeError:  # the loop is gone: nobody waits
                 break
         if self._context is not None:

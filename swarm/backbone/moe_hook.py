@@ -53,6 +53,13 @@ class ExpertBackend(Protocol):
         ...
 
 
+class _NoRows:
+    """The answer for a graph in which a layer has no rows: none of its tokens' logits were asked for."""
+
+    def result(self) -> npt.NDArray[np.float32]:
+        return np.empty(0, np.float32)
+
+
 class MoeHook:
     """The eval callback of one llama.cpp context."""
 
@@ -103,6 +110,9 @@ class MoeHook:
             if x_node is None or ids_node is None:
                 raise EngineError(f"the expert node of layer {layer} has no inputs")
             ids = _matrix(read_tensor(ids_node))  # [T, K]
+            if len(ids) == 0:
+                self._pending[layer] = _NoRows()
+                return
             x = read_tensor(x_node).reshape(len(ids), -1)  # [T, 1, D] -> [T, D]
             weights = read_tensor(self._weights[layer]).reshape(ids.shape)  # [T, 1, K] or [T, K, 1] -> [T, K]
             self._pending[layer] = self._experts.begin(layer, x, ids, weights)
@@ -110,19 +120,18 @@ class MoeHook:
             self._error = error
 
     def _write(self, layer: int, tensor: int) -> None:
-        out: npt.NDArray[np.float32] | None = None
         if self._error is None:
             try:
-                out = self._pending.pop(layer).result()
-            except KeyError:
-                self._error = EngineError(f"nothing was dispatched for layer {layer}")
+                pending = self._pending.pop(layer, None)
+                if pending is None:
+                    raise EngineError(f"nothing was dispatched for layer {layer}")
+                write_tensor(tensor, pending.result())
+                return
             except BaseException as error:  # a cancelled wait too: the engine's thread must survive it
                 self._error = error
-        if out is None:
-            # Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts.
-            shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
-            out = np.zeros(shape, np.float32)
-        write_tensor(tensor, out)
+        # Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts.
+        shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
+        write_tensor(tensor, np.zeros(shape, np.float32))
 
 
 def _matrix(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

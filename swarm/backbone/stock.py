@@ -19,13 +19,17 @@ class StockModel:
 
     def __init__(self, path: Path, config: EngineConfig) -> None:
         self._model = LlamaModel(path, exact_kernels=config.exact_kernels)
-        self._context = LlamaContext(
-            self._model,
-            n_ctx=config.n_ctx or min(self._model.n_ctx_train or 4096, 4096),
-            n_batch=config.n_batch,
-            n_ubatch=config.n_ubatch,
-            n_threads=config.n_threads,
-        )
+        try:
+            self._context = LlamaContext(
+                self._model,
+                n_ctx=config.n_ctx or min(self._model.n_ctx_train or 4096, 4096),
+                n_batch=config.n_batch,
+                n_ubatch=config.n_ubatch,
+                n_threads=config.n_threads,
+            )
+        except BaseException:
+            self._model.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -51,7 +55,9 @@ class StockModel:
     def tokens_per_s(self, prompt: Sequence[int], n_tokens: int) -> float:
         """Return the speed of greedy decoding after `prompt`, its prefill not counted."""
         self.clear()
-        self._context.decode(prompt, first_position=0, logits="last")
+        for start in range(0, len(prompt), self._context.n_batch):
+            chunk = prompt[start : start + self._context.n_batch]
+            self._context.decode(chunk, first_position=start, logits="last")
         token = int(self._context.logits(-1).argmax())
         started = time.perf_counter()
         for i in range(n_tokens):

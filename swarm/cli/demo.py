@@ -24,7 +24,7 @@ from swarm.emulation.processes import LocalSwarm
 from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import NodeId, format_index_set
+from swarm.ids import NodeId
 from swarm.model.gguf_file import GgufFile
 from swarm.model.spec import read_spec
 from swarm.net.addresses import format_address, parse_address
@@ -214,8 +214,8 @@ def _print(report: dict[str, Any], running: RunningBackbone) -> None:
         peers.add_row(peer["node"][:8], held["experts"], held["layers"], str(peer["assignments"]))
     out.print(peers)
     out.print(
-        f"Bytes are UDP payload of all peers together, QUIC and acknowledgements included. One machine, one thread for each "
-        f"process; {format_index_set(range(spec.n_expert))} of {len(spec.moe_layers)} layers are spread over the peers.",
+        "Bytes are UDP payload, all peers together, QUIC and acknowledgements included. One thread for each process. A model "
+        "this small fits into any machine, so a swarm can only lose; it pays where the model does not fit.",
         style="dim",
         highlight=False,
     )

@@ -78,13 +78,13 @@ class Dispatcher:
         batches = plan_dispatch(topk_ids, topk_weights, placement.owner_of(layer), placement.destinations)
         if isinstance(batches, MissingExperts):
             raise ExpertUnavailable(layer, batches.experts, "no live peer holds them")
-        tasks = [asyncio.ensure_future(self._batch(layer, x, batch)) for batch in batches]
         try:
-            rows = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:  # one failure ends the layer: the other answers are of no use
-                task.cancel()
-        parts = list(zip(batches, rows, strict=True))
+            async with asyncio.TaskGroup() as group:  # one failure ends the layer: the other answers are of no use
+                tasks = [group.create_task(self._batch(layer, x, batch)) for batch in batches]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        parts = [(batch, task.result()) for batch, task in zip(batches, tasks, strict=True)]
         if self.wire.back is WireForm.EXACT:
             combined = combine_exact(n_tokens, n_used, self._spec.n_embd, parts, topk_weights)
         else:
@@ -124,7 +124,7 @@ class Dispatcher:
                 isinstance(error, RemoteRefused) and error.remote_code == m.ErrorCode.BUSY
             )
             if not is_busy:
-                self._holders.mark_down(peer)
+                self._holders.mark_down(peer, error)
             experts = np.unique(batch.expert_ids).tolist()
             kind = "late" if isinstance(error, DeadlineExceeded) else "failed"
             raise ExpertUnavailable(layer, experts, f"peer {peer.short} {kind}: {error}") from error

@@ -1,13 +1,21 @@
-"""Keeps the placement true: watches the registry, shakes hands with a peer before it counts, drops those that fail."""
+"""Keeps the placement true: watches the registry, shakes hands with a peer before it counts, drops those that fail.
+
+What is known of a peer comes from three places, and each can take back only its own word:
+- the registry lists it, at a seq; left out, it stays for its ttl while its connection lives, because a registry may have
+  restarted with an empty table, or withhold;
+- a connection to it is open: without one it does not count, with a new one it counts again;
+- a request failed though the connection lives, or for breaking the protocol: it is down until it announces a higher seq.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Sequence
 
 from swarm.dispatch.placement import Placement
-from swarm.errors import ExpertUnavailable, NetworkError, RemoteProtocolError, SwarmError, UserError
+from swarm.errors import ExpertUnavailable, NetworkError, RemoteProtocolError, SwarmError
 from swarm.ids import ModelId, NodeId
 from swarm.net.addresses import SocketAddress, parse_address
 from swarm.net.connection import Connection
@@ -27,12 +35,22 @@ REDIAL_TIMEOUT_S = 2.0  # in the middle of a request
 class Holders:
     """The live holders of one model's experts, as this backbone sees them."""
 
-    def __init__(self, registry: Registry, pool: Pool, placement: Placement, model: ModelId) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        pool: Pool,
+        placement: Placement,
+        model: ModelId,
+        *,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.placement = placement
         self._registry = registry
         self._pool = pool
         self._model = model
+        self._now = now
         self._announced: dict[NodeId, ExpertAnnouncement] = {}
+        self._missed_since: dict[NodeId, float] = {}  # of those: when the registry first left it out
         self._greeting: set[NodeId] = set()
         self._failed: dict[NodeId, tuple[int, float]] = {}  # node -> (seq, when to try again)
         self._changed = asyncio.Event()
@@ -44,8 +62,7 @@ class Holders:
         async with asyncio.TaskGroup() as tasks:
             while True:
                 try:
-                    announced = await self._registry.holders(self._model)
-                    self._announced = {record.node: record for record in announced[:MAX_HOLDERS]}
+                    self._learn(await self._registry.holders(self._model))
                     was_lost = False
                 except SwarmError as error:
                     if not was_lost:
@@ -87,10 +104,17 @@ class Holders:
         except TimeoutError:
             self.require_all()
 
-    def mark_down(self, node: NodeId) -> None:
-        """Use a peer no more until it announces itself anew; look for news at once."""
-        if self.placement.mark_down(node):
-            logger.warning("peer %s is down", node.short)
+    def mark_down(self, node: NodeId, error: SwarmError) -> None:
+        """Use a peer no more because a request ended with `error`, and look for news at once.
+
+        Where only the connection was lost, the peer counts again once it has been greeted again; after anything else, once
+        it announces a higher seq.
+        """
+        is_lost = isinstance(error, NetworkError) and self._pool.connection(node) is None
+        if is_lost:
+            self._apply()
+        elif self.placement.mark_down(node):
+            logger.warning("peer %s is down: %s", node.short, error)
         self._wake.set()
 
     async def connection(self, node: NodeId) -> Connection:
@@ -103,16 +127,36 @@ class Holders:
             raise NetworkError(f"peer {node.short} is no longer announced")
         return await self._pool.connect(node, _addresses(record), timeout_s=REDIAL_TIMEOUT_S)
 
+    def _learn(self, listed: Sequence[ExpertAnnouncement]) -> None:
+        """Take in what the registry lists now."""
+        now = self._now()
+        left_out = self._announced.keys() - {record.node for record in listed}
+        self._missed_since = {node: self._missed_since.get(node, now) for node in left_out}
+        known = {
+            node: record
+            for node, record in self._announced.items()
+            if self._pool.connection(node) is not None and now < self._missed_since.get(node, now) + record.ttl_s
+        }  # first, so that a flood of new names pushes out nobody in use
+        for record in listed:
+            former = self._announced.get(record.node)
+
+            known[record.node] = former if former is not None and former.seq > record.seq else record  # no replays
+        if len(known) > MAX_HOLDERS:
+            logger.debug("%d peers are announced, considering %d", len(known), MAX_HOLDERS)
+        self._announced = dict(list(known.items())[:MAX_HOLDERS])
+
     def _strangers(self) -> list[ExpertAnnouncement]:
-        """Return the announcements of peers that must be dialled now."""
-        strangers = []
-        now = time.monotonic()
+        """Return the announcements of peers that must be dialled now; with those being greeted at most MAX_HOLDERS."""
+        strangers: list[ExpertAnnouncement] = []
+        now = self._now()
         for node, record in self._announced.items():
             connection = self._pool.connection(node)
             if connection is not None and connection.address not in _addresses(record):
                 connection.close()  # the peer has restarted or moved, and says so
                 connection = None
             seq, retry_at = self._failed.get(node, (-1, 0.0))
+            if len(self._greeting) + len(strangers) >= MAX_HOLDERS:
+                break  # those that were announced and are gone still hold their places; the rest waits for the next look
             if connection is None and node not in self._greeting and (record.seq > seq or now >= retry_at):
                 strangers.append(record)
         for node in self._failed.keys() - self._announced.keys():
@@ -126,7 +170,7 @@ class Holders:
         except (NetworkError, RemoteProtocolError) as error:
             if record.node not in self._failed:
                 logger.warning("peer %s is announced but cannot be used: %s", record.node.short, error)
-            self._failed[record.node] = (record.seq, time.monotonic() + RETRY_S)
+            self._failed[record.node] = (record.seq, self._now() + RETRY_S)
         finally:
             self._greeting.discard(record.node)
         self._apply()
@@ -140,10 +184,4 @@ class Holders:
 
 
 def _addresses(record: ExpertAnnouncement) -> list[SocketAddress]:
-    addresses = []
-    for text in record.addresses:
-        try:
-            addresses.append(parse_address(text))
-        except UserError as error:  # the record checks its addresses, so this is a gap between the two checks
-            raise RemoteProtocolError(str(error)) from error
-    return addresses
+    return [parse_address(text) for text in record.addresses]  # a record's addresses are checked when it is made

@@ -20,6 +20,7 @@ from swarm.wire import messages as m
 
 PROMPT_LENGTHS = (1, 37, 300)
 STATUS_TIMEOUT_S = 5.0
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclass(slots=True)
@@ -29,9 +30,10 @@ class PromptReport:
     Attributes:
         n_positions: rows of logits that were compared.
         n_different: of them, rows that are not equal bit for bit.
-        max_difference: the largest absolute difference of two logits.
+        max_difference: the largest absolute difference of two logits; where only one side is finite, or the two are
+            different infinities or NaNs, that of float32's largest number.
         first_difference: position of the first row that differs, -1 for none.
-        argmax_agreement: share of rows whose likeliest token is the same.
+        n_same_argmax: rows whose likeliest token is the same.
     """
 
     n_prompt: int
@@ -42,15 +44,24 @@ class PromptReport:
     n_same_argmax: int = 0
 
     def add(self, position: int, ours: npt.NDArray[np.float32], stock: npt.NDArray[np.float32]) -> None:
-        """Count logits [T, V] of tokens from `position` on."""
+        """Count logits [T, V] of tokens from `position` on; raises ValueError when the two do not cover the same."""
+        if ours.shape != stock.shape:  # numpy would compare one row with many
+            raise ValueError(f"logits do not match: got {ours.shape} of the swarm and {stock.shape} of stock")
         differs = (ours.view(np.uint32) != stock.view(np.uint32)).any(axis=1)  # [T], bit for bit: -0.0 is not 0.0
         if differs.any():
             if self.first_difference < 0:
                 self.first_difference = position + int(differs.argmax())
-            self.max_difference = max(self.max_difference, float(np.abs(ours - stock).max()))
+            self.max_difference = max(self.max_difference, _largest_difference(ours[differs], stock[differs]))
         self.n_positions += len(ours)
         self.n_different += int(differs.sum())
         self.n_same_argmax += int((ours.argmax(axis=1) == stock.argmax(axis=1)).sum())
+
+
+def _largest_difference(ours: npt.NDArray[np.float32], stock: npt.NDArray[np.float32]) -> float:
+    """Return the largest |ours - stock|, always a number that JSON can write."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.where(ours.view(np.uint32) == stock.view(np.uint32), 0, np.abs(ours - stock))
+    return float(np.nan_to_num(difference, nan=LARGEST, posinf=LARGEST).max())
 
 
 @dataclass(slots=True)

@@ -10,12 +10,22 @@ from swarm.errors import UserError
 SocketAddress = tuple[str, int]
 
 
-def parse_address(text: str) -> SocketAddress:
-    """Return (host, port) of `host:port`; an IPv6 host stands in brackets. Raises UserError."""
+def parse_address(text: str, *, allow_any_port: bool = False) -> SocketAddress:
+    """Return (host, port) of `host:port`; an IPv6 host stands in brackets. Port 0 (to listen on) only if allowed.
+
+    Raises:
+        UserError: anything else.
+    """
     host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise UserError(f"not an address: got {text!r}, expected host:port")
+    is_bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if is_bracketed else host
+    is_number = (
+        port.isascii() and port.isdigit() and len(port) <= 5
+    )  # int() alone reads other digits, and chokes on many
+    if not colon or not host or (":" in host) is not is_bracketed or "[" in host or "]" in host or not is_number:
+        raise UserError(f"not an address: got {text[:80]!r}, expected host:port, or [host]:port for IPv6")
+    if not int(not allow_any_port) <= int(port) < 65_536:
+        raise UserError(f"not a port: got {port}, expected {int(not allow_any_port)} to 65535")
     return host, int(port)
 
 
@@ -35,6 +45,7 @@ def resolve(address: SocketAddress) -> SocketAddress:
         pass
     try:
         found = socket.getaddrinfo(host, port, family=socket.AF_INET, type=socket.SOCK_DGRAM)
-    except socket.gaierror as error:
-        raise UserError(f"cannot find host {host!r}: {error.strerror}") from error
+    except (socket.gaierror, UnicodeError) as error:  # UnicodeError: a name that no resolver may be asked about
+        reason = error.strerror if isinstance(error, socket.gaierror) else error
+        raise UserError(f"cannot find host {host[:80]!r}: {reason}") from error
     return found[0][4][0], port  # type: ignore[return-value]  # AF_INET gives (str, int)

@@ -15,12 +15,21 @@ from typing import Any
 from aioquic.quic import events as quic_events
 from aioquic.quic.connection import QuicConnection
 
-from swarm.errors import ConnectionLost, IdentityMismatch, RemoteProtocolError, SwarmError, VersionRefused
+from swarm.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    IdentityMismatch,
+    RemoteProtocolError,
+    SwarmError,
+    VersionRefused,
+)
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress
 from swarm.net.certificate import presented_node_id
+from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
+from swarm.wire.frames import printable
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +37,9 @@ logger = logging.getLogger(__name__)
 # instead of 1.5 ms).
 clock = time.monotonic
 _RTT_GAIN = 0.125  # RFC 6298's smoothing
+# A stream opens all lower ones (RFC 9000 section 2.1) and aioquic keeps an object for each until it is finished; it also
+# doubles its own limit as streams are used. The session counts those that carry data; this bounds the rest.
+MAX_STREAMS = s.MAX_SKIPPED + 4 * s.MAX_EXCHANGES
 
 
 class Connection:
@@ -62,7 +74,7 @@ class Connection:
         self._loop = asyncio.get_running_loop()
         self._answers: dict[int, asyncio.Future[m.Response]] = {}
         self._opened: asyncio.Future[None] = self._loop.create_future()
-        self._opened.add_done_callback(lambda f: f.cancelled() or f.exception())  # a server has nobody who awaits it
+        self._opened.add_done_callback(_seen)  # a server has nobody who awaits it
         self._gone = asyncio.Event()
         self._error: SwarmError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -70,6 +82,8 @@ class Connection:
         self._is_flush_due = False
         self._next_ping = 1
         self._pings: dict[int, float] = {}
+        # A server's session, with its own deadline, exists only once the handshake is done. A client's dial has one.
+        self._handshake_deadline = None if self.is_client else clock() + s.GREETING_DEADLINE_S
 
     # For callers
 
@@ -102,10 +116,12 @@ class Connection:
             Overloaded: too many requests wait on this connection.
         """
         if self._error is not None or self._session is None or not self.is_open:
-            raise self._error or ConnectionLost("the connection is not open")
+            # Without its old traceback, which would grow with each request on a dead connection.
+            raise (self._error or ConnectionLost("the connection is not open")).with_traceback(None)
         now = clock()
         exchange = self._session.request(message, deadline=now + timeout_s, now=now)
         answer: asyncio.Future[m.Response] = self._loop.create_future()
+        answer.add_done_callback(_seen)  # the caller may be cancelled in the tick in which it fails
         self._answers[exchange] = answer
         self.flush_soon()
         try:
@@ -129,8 +145,16 @@ class Connection:
 
     def receive(self, data: bytes, address: Any, now: float) -> None:
         """Take in one datagram. The endpoint flushes afterwards, once for all datagrams of a tick."""
-        self.quic.receive_datagram(data, address, now=now)
+        try:
+            self.quic.receive_datagram(data, address, now=now)
+        except (
+            Exception
+        ) as error:  # whatever a datagram can make aioquic or its parsers raise ends this connection only
+            logger.debug("QUIC failed on a datagram", exc_info=True)
+            self._end(RemoteProtocolError(f"a datagram that QUIC cannot take: {type(error).__name__}"))
         self._pump(now)
+        if len(self.quic._streams) > MAX_STREAMS:
+            self._end(RemoteProtocolError(f"too many streams: got {len(self.quic._streams)}, expected {MAX_STREAMS}"))
 
     def flush_soon(self) -> None:
         """Flush once in this tick of the loop, however often it is asked for."""
@@ -155,14 +179,15 @@ class Connection:
             return
         for out in self._session.take_outgoing():
             stream = 4 * (out.exchange // 2) + out.exchange % 2
-            if not out.is_reset:
-                self.quic.send_stream_data(stream, out.data, out.is_end)
-                continue
             try:
-                self.quic.reset_stream(stream, 0)
-                self.quic.stop_stream(stream, 0)
-            except ValueError:
-                pass  # QUIC has already forgotten the stream: both halves are done
+                if out.is_reset:
+                    self.quic.reset_stream(stream, 0)
+                    self.quic.stop_stream(stream, 0)
+                else:
+                    self.quic.send_stream_data(stream, out.data, out.is_end)
+            except (ValueError, RuntimeError) as error:
+                # QUIC has forgotten the stream, or the other side stopped it in this tick: nobody waits for these bytes.
+                logger.debug("nothing sent on exchange %d: %s", out.exchange, error)
         if self._session.wants_ping:
             self._session.wants_ping = False
             self._ping()
@@ -174,10 +199,12 @@ class Connection:
             self._next_ping += 1
 
     def _set_timer(self) -> None:
-        at = None if self._gone.is_set() else self.quic.get_timer()
-        deadline = self._session.next_deadline() if self._session is not None else None
-        if deadline is not None and (at is None or deadline < at):
-            at = deadline
+        at: float | None = None
+        if not self._gone.is_set():
+            deadline = self._session.next_deadline() if self._session is not None else self._handshake_deadline
+            if self._error is not None:
+                deadline = None  # QUIC alone has something left to do: its closing period
+            at = min((each for each in (self.quic.get_timer(), deadline) if each is not None), default=None)
         if at != self._timer_at or self._timer is None:
             if self._timer is not None:
                 self._timer.cancel()
@@ -192,6 +219,8 @@ class Connection:
             self.quic.handle_timer(now=now)
         if self._session is not None:
             self._handle(self._session.handle_timeout(now))
+        elif self._handshake_deadline is not None and now >= self._handshake_deadline:
+            self._end(DeadlineExceeded(f"no handshake within {s.GREETING_DEADLINE_S:g} s"))
         self._pump(now)
         self.flush()
 
@@ -240,28 +269,28 @@ class Connection:
     def _on_terminated(self, event: quic_events.ConnectionTerminated) -> None:
         if self._error is None:
             # Application codes are ours (RemoteProtocolError.code); the reason is for people and untrusted: cut it.
-            reason = event.reason_phrase[:200] or f"code 0x{event.error_code:x}"
+            reason = printable(event.reason_phrase[:200]) or f"code 0x{event.error_code:x}"
             is_version = event.frame_type is None and event.error_code == VersionRefused.code
             kind = VersionRefused if is_version else ConnectionLost
             self._end(kind(f"the connection ended: {reason}"))
         self._finish()
 
-    def _handle(self, events: list[s.Event]) -> None:
+    def _handle(self, events: list[e.Event]) -> None:
         for event in events:
-            if isinstance(event, s.Answered):
+            if isinstance(event, e.Answered):
                 self._settle(event.exchange, event.response)
-            elif isinstance(event, s.RequestReceived):
+            elif isinstance(event, e.RequestReceived):
                 self._on_request(self, event.exchange, event.request)
-            elif isinstance(event, s.RequestFailed):
+            elif isinstance(event, e.RequestFailed):
                 self._settle(event.exchange, event.error)
-            elif isinstance(event, s.RequestCancelled):
+            elif isinstance(event, e.RequestCancelled):
                 self._on_cancel(self, event.exchange)
-            elif isinstance(event, s.Opened):
+            elif isinstance(event, e.Opened):
                 self.observed_address = event.observed_address
                 if not self._opened.done():
                     self._opened.set_result(None)
                 self._ping()
-            elif isinstance(event, s.Closed):
+            elif isinstance(event, e.Closed):
                 self._end(event.error)
         if events:
             self.flush_soon()
@@ -300,4 +329,11 @@ class Connection:
             self._gone.set()
             if self._timer is not None:
                 self._timer.cancel()
+                self._timer = self._timer_at = None
             self._on_gone(self)
+
+
+def _seen(future: asyncio.Future[Any]) -> None:
+    """Look at a future's error, so that asyncio does not complain if nobody else does."""
+    if not future.cancelled():
+        future.exception()

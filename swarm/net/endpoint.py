@@ -7,7 +7,6 @@ half-open ones, requests being served.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -21,7 +20,6 @@ from aioquic.quic.packet import QuicPacketType, pull_quic_header
 from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
-    NetworkError,
     Overloaded,
     RemoteProtocolError,
     SwarmError,
@@ -46,7 +44,6 @@ MAX_CONNECTIONS = 4096
 MAX_HALF_OPEN = 256  # guessed: a flood of first packets costs at most this many handshakes at a time
 MAX_SERVING = 1024  # requests being served, all connections together; more are refused as BUSY
 DIAL_TIMEOUT_S = 4.0
-CLOSE_TIMEOUT_S = 1.0
 
 
 class Endpoint:
@@ -84,6 +81,7 @@ class Endpoint:
         self._socket: socket.socket | None = None
         self._tasks = asyncio.TaskGroup()
         self._is_closing = False
+        self.n_refused = 0  # first packets of connections for which there was no room
         self.n_send_drops = 0  # datagrams that the socket had no room for; QUIC sends their content again
         self.bytes_sent = 0  # UDP payload
         self.bytes_received = 0
@@ -108,7 +106,7 @@ class Endpoint:
 
     async def __aexit__(self, *exception: object) -> None:
         self._is_closing = True
-        for task in self._serving.values():
+        for task in list(self._serving.values()):
             task.cancel()
         for connection in list(self._connections):
             connection.close()
@@ -231,7 +229,9 @@ class Endpoint:
             return None
         n_half_open = sum(1 for each in self._connections if not each.is_client and not each.is_open)
         if len(self._connections) >= MAX_CONNECTIONS or n_half_open >= MAX_HALF_OPEN:
-            logger.warning("refused a connection: got %d, of them %d half-open", len(self._connections), n_half_open)
+            level = logging.DEBUG if self.n_refused else logging.WARNING  # a flood must not become a flood of lines
+            self.n_refused += 1
+            logger.log(level, "no room for a connection: got %d, %d half-open", len(self._connections), n_half_open)
             return None
         quic = QuicConnection(configuration=configuration, original_destination_connection_id=header.destination_cid)
         connection = self._adopt(quic, None, format_address(address))
@@ -251,12 +251,15 @@ class Endpoint:
             logger.debug("send to %s failed: %s", address, error)
 
     def _on_cid(self, connection: Connection, cid: bytes, is_issued: bool) -> None:
+        cids = self._cids.get(connection)
+        if cids is None:
+            return  # gone; QUIC may still report ids while it is flushed for the last time
         if is_issued:
             self._by_cid[cid] = connection
-            self._cids[connection].add(cid)
-        else:
-            self._by_cid.pop(cid, None)
-            self._cids[connection].discard(cid)
+            cids.add(cid)
+        elif cid in cids:
+            del self._by_cid[cid]
+            cids.remove(cid)
 
     def _on_gone(self, connection: Connection) -> None:
         self._connections.discard(connection)
@@ -281,6 +284,10 @@ class Endpoint:
         answer: m.Response | m.Refusal
         try:
             answer = await handler(connection, request)
+        except asyncio.CancelledError:
+            # By the other side, or as the endpoint closes: then this answer goes nowhere. Else by something in the handler.
+            connection.respond(exchange, m.Refusal(code=m.ErrorCode.INTERNAL, detail="the request was cancelled"))
+            raise
         except RemoteProtocolError as error:
             connection.close(error)
             return
@@ -288,10 +295,13 @@ class Endpoint:
             answer = m.Refusal(code=m.ErrorCode.BUSY, detail=str(error))
         except LookupError as error:
             answer = m.Refusal(code=m.ErrorCode.NOT_FOUND, detail=str(error.args[0]) if error.args else "not found")
-        except (NetworkError, SwarmError) as error:
+        except SwarmError as error:
             answer = m.Refusal(code=m.ErrorCode.INTERNAL, detail=str(error))
         except Exception:
             logger.exception("a request of node %s failed", connection.remote.short)
             answer = m.Refusal(code=m.ErrorCode.INTERNAL, detail="internal error")
-        with contextlib.suppress(SwarmError):
+        try:
             connection.respond(exchange, answer)
+        except Exception:  # an answer of the wrong type, or one that cannot be written: the asker must not wait for it
+            logger.exception("the answer to a request of node %s cannot be sent", connection.remote.short)
+            connection.respond(exchange, m.Refusal(code=m.ErrorCode.INTERNAL, detail="internal error"))

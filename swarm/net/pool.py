@@ -21,7 +21,8 @@ class Pool:
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
         self._connections: dict[NodeId, Connection] = {}
-        self._dialling: dict[NodeId, asyncio.Task[Connection]] = {}
+        self._dialling: dict[NodeId, asyncio.Task[Connection]] = {}  # owned here: `close` cancels and awaits them
+        self._is_closed = False
 
     def connection(self, node: NodeId) -> Connection | None:
         """Return the open connection to `node`, if there is one now."""
@@ -42,15 +43,24 @@ class Pool:
         connection = self.connection(node)
         if connection is not None:
             return connection
+        if self._is_closed:
+            raise ConnectionLost("the pool is closed")
         task = self._dialling.get(node)
         if task is None:
             task = asyncio.create_task(self._dial(node, addresses, timeout_s), name=f"dial {node.short}")
             self._dialling[node] = task
             task.add_done_callback(lambda done: self._forget_dialling(node, done))
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if task.cancelled() and current is not None and not current.cancelling():
+                raise ConnectionLost("the pool is closed") from None  # its caller was not cancelled, only the dialling
+            raise
 
     async def close(self) -> None:
         """End dialling and close every connection."""
+        self._is_closed = True
         tasks = list(self._dialling.values())
         for task in tasks:
             task.cancel()

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swarm.errors import SwarmError
+from swarm.errors import SwarmError, UserError
 from swarm.files import write_atomically
 from swarm.identity import Identity
 from swarm.registry.client import Registry
-from swarm.registry.records import Record, Withdrawal, sign
+from swarm.registry.records import MAX_SEQ, Record, Withdrawal, sign
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,7 @@ RENEW_S = TTL_S / 4  # three renewals may get lost
 RETRY_S = 1.0  # after a renewal that failed
 WITHDRAW_TIMEOUT_S = 1.0
 _MAX_JUMP = 10**12  # 31 years in milliseconds
+_MAX_FLOOR = MAX_SEQ // 2  # a file with more is damaged: numbers must go on rising from it
 
 
 class SequenceNumbers:
@@ -28,13 +29,14 @@ class SequenceNumbers:
 
     _RESERVED = 100_000  # numbers taken from the file at a time, so that it is not written at every renewal
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, clock_ns: Callable[[], int] = time.time_ns) -> None:
+        """Go on above what the file says, or above the clock, whichever is higher; `path` None keeps nothing.
+
+        Raises:
+            UserError: the file is there but cannot be read.
+        """
         self._path = path
-        floor = 0
-        if path is not None and path.exists():
-            text = path.read_text(encoding="ascii", errors="replace").strip()
-            floor = int(text) if text.isdigit() else 0  # a damaged file: the clock below is the second guard
-        self._next = max(floor, time.time_ns() // 1_000_000)
+        self._next = max(_kept_floor(path), clock_ns() // 1_000_000)
         self._limit = self._next
 
     def go_above(self, seq: int) -> None:
@@ -46,11 +48,32 @@ class SequenceNumbers:
         """Return the next number."""
         if self._next >= self._limit:
             self._limit = self._next + self._RESERVED
-            if self._path is not None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(self._path, str(self._limit).encode())
+            self._keep(self._limit)
         self._next += 1
         return self._next - 1
+
+    def _keep(self, limit: int) -> None:
+        if self._path is None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, str(limit).encode())
+        except OSError as error:  # a full disk must not end a peer that serves; the clock is the second guard
+            logger.warning("cannot write %s: %s", self._path, error.strerror)
+
+
+def _kept_floor(path: Path | None) -> int:
+    """Return the lowest number that was never used, by the file; 0 if it is not there or damaged."""
+    if path is None:
+        return 0
+    try:
+        text = path.read_bytes()[:32].decode("ascii", errors="replace").strip()
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    floor = int(text) if text.isdigit() else 0
+    return floor if floor <= _MAX_FLOOR else 0
 
 
 class Announcer:
@@ -75,11 +98,15 @@ class Announcer:
         address = await self._registry.observed_address()
         for _ in range(2):
             record = self._make_record(self._numbers.next(), address)
+            self._last = record  # before it is known to have arrived: what a registry may hold must be withdrawn
             highest = await self._registry.publish(sign(record, self._identity))
-            self._last = record
             if highest <= record.seq:
                 break
             self._numbers.go_above(highest)  # we lost our count, and the clock was set back: the registry remembers
+        else:
+            logger.warning(
+                "a registry holds a newer record of this node: got seq %d, expected at most %d", highest, record.seq
+            )
         self.is_announced.set()
 
     async def run(self) -> None:

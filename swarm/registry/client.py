@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -23,6 +24,11 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 5.0
+# A hostile registry node may answer with 16 MB of records that each cost up to 44 ms and 6 MB to read (measured: 65,536
+# layers in 350 bytes). Both bounds are guessed: far above the first swarms, and at most a few hundred MB.
+MAX_RECORDS_READ = 4096  # of one answer; the rest is left out
+MAX_WEIGHT_READ = 2_000_000  # layers and experts named by all records of one answer together, as they lie in memory
+READ_SLICE_S = 0.005  # then other callbacks get their turn: dispatches share this loop
 DEFAULT_REGISTRY = "127.0.0.1:7440"
 
 
@@ -43,6 +49,8 @@ def parse_registry(text: str) -> tuple[RegistryAddress, ...]:
     nodes = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = re.fullmatch(r"swarm://(?:([a-z2-7]+)@)?([^@/]+)/?", part)
+        if match is None and ("/" in part or "@" in part):
+            raise UserError(f"not a registry: got {part!r}, expected swarm://NODEID@host:port or host:port")
         node_text, where = match.groups() if match else (None, part)
         nodes.append(RegistryAddress(address=parse_address(where), node=NodeId.parse(node_text) if node_text else None))
     if not nodes:
@@ -105,7 +113,7 @@ class RegistryClient:
 
     async def observed_address(self) -> str:
         """Return `host:port` of our endpoint as the first registry node that answers sees it."""
-        error: SwarmError | None = None
+        error: SwarmError = NetworkError("it does not say where it sees us")
         for node in self._nodes:
             try:
                 connection = await self._connection(node)
@@ -120,11 +128,8 @@ class RegistryClient:
         best: dict[tuple[NodeId, str, ModelId], Record] = {}
         for answer in await self._ask_all(m.Lookup(model_id=model)):
             assert isinstance(answer, m.Records)  # the session checks an answer's type
-            for _, data in answer.records:
-                try:
-                    record = verify(SignedRecord.from_bytes(data))
-                except RemoteProtocolError as error:
-                    logger.info("the registry passed on a bad record: %s", error)
+            for record in await _read_records(answer):
+                if model is not None and record.model != model:
                     continue
                 key = (record.node, record.kind, record.model)
                 if key not in best or record.seq > best[key].seq:
@@ -138,7 +143,10 @@ class RegistryClient:
         error: SwarmError | None = None
         for outcome in outcomes:
             if isinstance(outcome, SwarmError):
-                error = outcome
+                if not isinstance(
+                    error, RemoteRefused
+                ):  # what a living node says is worth more than a dead one's silence
+                    error = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -164,3 +172,34 @@ class RegistryClient:
     def _unreachable(self, error: SwarmError | None) -> NetworkError:
         where = ", ".join(format_address(node.address) for node in self._nodes)
         return NetworkError(f"no registry answers at {where}: {error}")
+
+
+async def _read_records(answer: m.Records) -> list[Record]:
+    """Return the good records of an untrusted answer, in its order, up to the bounds above."""
+    records: list[Record] = []
+    weight = 0
+    slice_ends = time.monotonic() + READ_SLICE_S
+    for _, data in answer.records[:MAX_RECORDS_READ]:
+        if time.monotonic() >= slice_ends:
+            await asyncio.sleep(0)
+            slice_ends = time.monotonic() + READ_SLICE_S
+        try:
+            record = verify(SignedRecord.from_bytes(data))
+        except RemoteProtocolError as error:
+            logger.info("the registry passed on a bad record: %s", error)
+            continue
+        weight += _weight(record)
+        if weight > MAX_WEIGHT_READ:
+            logger.warning("the registry's answer is too large, using its first %d records", len(records))
+            break
+        records.append(record)
+    return records
+
+
+def _weight(record: Record) -> int:
+    """Return how many layers and experts a record holds in memory; layers mostly share one set."""
+    if not isinstance(record, ExpertAnnouncement):
+        return 1
+    by_layer = record.experts.by_layer
+    sets = {id(experts): len(experts) for experts in by_layer.values()}
+    return 1 + len(by_layer) + sum(sets.values())

@@ -130,7 +130,7 @@ def encode(message: m.Message) -> bytes:
 
 
 def decode(frame_type: FrameType, body: memoryview) -> m.Message:
-    """Return the message of one whole body. Arrays in it share the body's memory and cannot be written.
+    """Return the message of one whole body. Its row_counts, expert_ids and weights share the body's memory, read-only.
 
     Raises:
         RemoteProtocolError: whatever else the bytes are.
@@ -161,6 +161,11 @@ def frame_type_of(code: int) -> FrameType:
         return FrameType(code)
     except ValueError:
         raise RemoteProtocolError(f"unknown frame type: got 0x{code:02x}") from None
+
+
+def printable(text: str) -> str:
+    """Return an untrusted text with `?` for what a terminal or a log would act on: control and format characters."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 class _Reader:
@@ -198,7 +203,7 @@ class _Reader:
     def text(self) -> str:
         raw = bytes(self.take(self.number("H")))
         try:
-            return raw.decode()
+            return printable(raw.decode())
         except UnicodeDecodeError as error:
             raise RemoteProtocolError(f"{self._name} holds text that is not UTF-8") from error
 

@@ -11,8 +11,9 @@ bytes in order, but exchanges among each other in any order. The session knows n
     any but CLOSED   violation       -> CLOSED
     any but CLOSED   deadline passed -> CLOSED          (greeting; silence while answers are owed, or after a ping)
 
-The session is bounded: exchanges in each direction, bytes of incomplete frames, a deadline on each request and on the
-greeting, and silence on a link that owes an answer.
+The session is bounded: exchanges in each direction, bytes that it holds for them, a deadline on each request and on the
+greeting, and silence on a link that owes an answer. An exchange number is used once; what still comes on an exchange that
+is over is dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
     LocalProtocolError,
-    NetworkError,
     Overloaded,
     RemoteProtocolError,
     RemoteRefused,
@@ -36,6 +36,16 @@ from swarm.errors import (
 from swarm.identity import Identity, is_valid_signature
 from swarm.ids import NodeId
 from swarm.wire import messages as m
+from swarm.wire.events import (
+    Answered,
+    Closed,
+    Event,
+    Opened,
+    Outgoing,
+    RequestCancelled,
+    RequestFailed,
+    RequestReceived,
+)
 from swarm.wire.frames import (
     FRAME_TYPE_OF,
     HEADER,
@@ -54,11 +64,14 @@ GREETING_EXCHANGE = 1
 
 GREETING_DEADLINE_S = 5.0  # guessed: ten round trips of 500 ms
 MAX_EXCHANGES = 256  # in each direction; guessed: 64 layers' worth of batches in flight
-MAX_BUFFERED_BYTES = 256 << 20  # incomplete incoming frames of one link, all exchanges together; guessed
+MAX_SKIPPED = 16 * MAX_EXCHANGES  # numbers the other side passed over so far: on their way, if it is honest; guessed
+# Requests of the other side, arriving or not answered yet; above, it is told BUSY. Guessed.
+MAX_REQUEST_BYTES = 256 << 20
+MAX_ANSWER_BYTES = 512 << 20  # answers arriving, all exchanges together: five of the largest blocks; guessed
+MAX_EARLY_BYTES = 64 << 10  # of the server's exchanges that overtake its WELCOME; guessed: a few small requests
 PING_AFTER_S = 0.5  # of silence while an answer is owed
-LOST_AFTER_S = (
-    3.0  # of silence while an answer is owed: keeps a dead peer's request under 5 s, with room for a busy machine
-)
+# Of silence while an answer is owed: keeps a dead peer's request under 5 s, with room for a busy machine.
+LOST_AFTER_S = 3.0
 KEEPALIVE_S = 5.0  # the client pings this often on a quiet link, and gives it up LOST_AFTER_S later
 
 
@@ -82,64 +95,12 @@ class State(Enum):
     CLOSED = auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
-    """The greetings are done: `remote` is who is there, proved."""
-
-    remote: NodeId
-    version: int
-    observed_address: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestReceived:
-    """The other side wants an answer on `exchange`."""
-
-    exchange: int
-    request: m.Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestCancelled:
-    """The other side no longer wants the answer on `exchange`."""
-
-    exchange: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """Our request on `exchange` has its answer."""
-
-    exchange: int
-    response: m.Response
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFailed:
-    """Our request on `exchange` ended without an answer."""
-
-    exchange: int
-    error: SwarmError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Closed:
-    """The session is over. All requests that waited have failed with `error` in the events before."""
-
-    error: SwarmError
-
-
-Event = Opened | RequestReceived | RequestCancelled | Answered | RequestFailed | Closed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outgoing:
-    """Bytes for the link to send on an exchange; `is_end` closes our half; `is_reset` abandons both halves."""
-
-    exchange: int
-    data: bytes = b""
-    is_end: bool = False
-    is_reset: bool = False
+# What the greeting exchange may carry, by (is client, state): judged by the header, since nobody is proved yet.
+_GREETINGS: dict[tuple[bool, State], tuple[FrameType, ...]] = {
+    (False, State.GREETING): (FrameType.HELLO,),
+    (True, State.GREETING): (FrameType.CHALLENGE,),
+    (True, State.WELCOMING): (FrameType.WELCOME, FrameType.REFUSAL),
+}
 
 
 @dataclass(slots=True)
@@ -149,6 +110,7 @@ class _Incoming:
     buffer: bytearray = field(default_factory=bytearray)
     frame_type: FrameType | None = None
     size: int = -1  # of the frame with its header, once that is known; -1 before
+    n_held: int = 0  # bytes counted against MAX_REQUEST_BYTES or MAX_ANSWER_BYTES
     n_to_skip: int = 0  # of a frame that may be ignored
     is_done: bool = False
 
@@ -184,6 +146,8 @@ class Session:
         """
         if not is_client and len(nonce) != 32:
             raise LocalProtocolError(f"a server's nonce has a wrong length: got {len(nonce)} bytes, expected 32")
+        if is_client and expected is None:
+            raise LocalProtocolError("a client must know the server's proved identity before the greetings")
         self.state = State.GREETING
         self.is_client = is_client
         self.remote = expected
@@ -193,10 +157,13 @@ class Session:
         self._observed_address = observed_address
         self._serves = {FRAME_TYPE_OF[request]: m.RESPONSE_TO[request] for request in serves}
         self._incoming: dict[int, _Incoming] = {}
-        self._n_buffered = 0
+        self._early: list[tuple[int, bytes | None, bool]] = []  # (exchange, bytes or None for a reset, is the end)
+        self._n_held = {True: 0, False: 0}  # bytes by whether the exchange is ours
         self._waiting: dict[int, _Waiting] = {}
         self._serving: dict[int, type[m.Response]] = {}
         self._next_exchange = 0 if is_client else 3
+        self._next_of_theirs = 3 if is_client else 0  # above all numbers they have used
+        self._skipped: set[int] = set()  # below it, not used yet
         self._greeting_deadline = now + GREETING_DEADLINE_S
         self._last_heard = now
         self._last_ping = now
@@ -267,24 +234,23 @@ class Session:
         if self.state is State.CLOSED:
             return []
         self._last_heard = now
+        events: list[Event] = []
         try:
-            return self._receive(exchange, data, is_end)
+            self._receive(exchange, data, is_end, events)
         except RemoteProtocolError as error:
-            return self.close(error)
+            events += self.close(error)
+        return events
 
     def receive_reset(self, exchange: int) -> list[Event]:
         """Return what it means that the other side abandoned an exchange."""
         if self.state is State.CLOSED:
             return []
-        self._forget_incoming(exchange)
-        if exchange == GREETING_EXCHANGE and self.state is not State.OPEN:
-            return self.close(RemoteProtocolError("the greeting was reset"))
-        if self._waiting.pop(exchange, None) is not None:
-            error = ConnectionLost(f"the other side reset exchange {exchange}")
-            return [RequestFailed(exchange=exchange, error=error)]
-        if self._serving.pop(exchange, None) is not None:
-            return [RequestCancelled(exchange=exchange)]
-        return []
+        events: list[Event] = []
+        try:
+            self._receive_reset(exchange, events)
+        except RemoteProtocolError as error:
+            events += self.close(error)
+        return events
 
     def close(self, error: SwarmError) -> list[Event]:
         """End the session; what waited fails with `error`."""
@@ -296,7 +262,9 @@ class Session:
         self._waiting.clear()
         self._serving.clear()
         self._incoming.clear()
-        self._n_buffered = 0
+        self._early.clear()
+        self._skipped.clear()
+        self._n_held = {True: 0, False: 0}
         events.append(Closed(error=error))
         return events
 
@@ -348,36 +316,99 @@ class Session:
     def _longest_silence(self) -> float:
         return LOST_AFTER_S if self._waiting else KEEPALIVE_S + LOST_AFTER_S
 
-    def _receive(self, exchange: int, data: bytes, is_end: bool) -> list[Event]:
-        is_ours = exchange % 2 == (0 if self.is_client else 1) and exchange != GREETING_EXCHANGE
-        if exchange != GREETING_EXCHANGE:
-            if self.state is not State.OPEN:
-                raise RemoteProtocolError(f"exchange {exchange} before the greetings are done")
-            if is_ours and exchange not in self._waiting and exchange not in self._incoming:
-                return []  # given up by us; its last bytes may still be on their way
-        incoming = self._incoming.get(exchange)
+    def _is_ours(self, exchange: int) -> bool:
+        return exchange % 2 == (0 if self.is_client else 1) and exchange != GREETING_EXCHANGE
+
+    def _receive(self, exchange: int, data: bytes, is_end: bool, events: list[Event]) -> None:
+        if self.state is State.WELCOMING and exchange != GREETING_EXCHANGE:
+            self._keep_early(exchange, data, is_end)
+            return
+        incoming = self._incoming.get(exchange) or self._admit(exchange)
         if incoming is None:
-            if not data:
-                return []  # only the end of an exchange that was answered before it came
-            if len(self._incoming) >= 2 * MAX_EXCHANGES:
-                raise RemoteProtocolError(f"too many exchanges at once: expected at most {MAX_EXCHANGES}")
-            incoming = self._incoming[exchange] = _Incoming()
-        events: list[Event] = []
+            return
         view = memoryview(data)
         while view:
             if incoming.is_done and not incoming.n_to_skip:
                 raise RemoteProtocolError(f"exchange {exchange} goes on after its message")
             view = self._fill(exchange, incoming, view)
-            if incoming.size >= 0 and len(incoming.buffer) == incoming.size and not incoming.n_to_skip:
+            if len(incoming.buffer) == incoming.size:
                 events += self._complete(exchange, incoming)
                 if self.state is State.CLOSED:
-                    return events
-        if is_end and exchange in self._incoming:
-            if incoming.buffer or incoming.n_to_skip or not (incoming.is_done or exchange == GREETING_EXCHANGE):
+                    return
+        if is_end:
+            if incoming.buffer or incoming.n_to_skip or not incoming.is_done:
                 raise RemoteProtocolError(f"exchange {exchange} ended within a message")
-            if is_ours:
+            if exchange not in self._serving and exchange != GREETING_EXCHANGE:
                 self._forget_incoming(exchange)
-        return events
+        if self._early and self.state is State.OPEN:
+            early, self._early = self._early, []
+            for exchange, late, is_end in early:
+                if late is None:
+                    self._receive_reset(exchange, events)
+                else:
+                    self._receive(exchange, late, is_end, events)
+
+    def _receive_reset(self, exchange: int, events: list[Event]) -> None:
+        if exchange == GREETING_EXCHANGE:
+            if self.state is not State.OPEN:
+                raise RemoteProtocolError("the greeting was reset")
+            return
+        if self.state is State.WELCOMING:
+            self._keep_early(exchange, None, True)
+            return
+        if exchange not in self._incoming:
+            if self._is_ours(exchange):
+                self._expect_opened(exchange)
+            else:
+                self._is_new(exchange)
+        self._forget_incoming(exchange)
+        if self._waiting.pop(exchange, None) is not None:
+            error = ConnectionLost(f"the other side reset exchange {exchange}")
+            events.append(RequestFailed(exchange=exchange, error=error))
+        elif self._serving.pop(exchange, None) is not None:
+            events.append(RequestCancelled(exchange=exchange))
+
+    def _keep_early(self, exchange: int, data: bytes | None, is_end: bool) -> None:
+        """Keep what a server sends right after its WELCOME and what has overtaken that."""
+        self._early.append((exchange, data, is_end))
+        if sum(64 + len(kept or b"") for _, kept, _ in self._early) > MAX_EARLY_BYTES:
+            raise RemoteProtocolError(
+                f"too many bytes before the greetings are done: expected at most {MAX_EARLY_BYTES}"
+            )
+
+    def _admit(self, exchange: int) -> _Incoming | None:
+        """Return the place for an exchange's bytes; None if it is over and its last bytes were still on their way."""
+        if exchange != GREETING_EXCHANGE:
+            if self.state is not State.OPEN:
+                raise RemoteProtocolError(f"exchange {exchange} before the greetings are done")
+            if self._is_ours(exchange):
+                self._expect_opened(exchange)
+                if exchange not in self._waiting:
+                    return None
+            elif not self._is_new(exchange):
+                return None
+            # Twice the asker's own bound: its cancellations may still be on their way when their successors come.
+            elif sum(1 for each in self._incoming if not self._is_ours(each)) > 2 * MAX_EXCHANGES:
+                raise RemoteProtocolError(f"too many exchanges at once: expected at most {MAX_EXCHANGES}")
+        incoming = self._incoming[exchange] = _Incoming()
+        return incoming
+
+    def _expect_opened(self, exchange: int) -> None:
+        if exchange >= self._next_exchange:
+            raise RemoteProtocolError(f"answer on exchange {exchange}, which this side has not opened")
+
+    def _is_new(self, exchange: int) -> bool:
+        """Return whether the other side uses this number for the first time, and note that it did."""
+        if exchange < self._next_of_theirs:
+            if exchange not in self._skipped:
+                return False
+            self._skipped.remove(exchange)
+            return True
+        if len(self._skipped) + (exchange - self._next_of_theirs) // 2 > MAX_SKIPPED:
+            raise RemoteProtocolError(f"exchange {exchange} is too far ahead: expected about {self._next_of_theirs}")
+        self._skipped.update(range(self._next_of_theirs, exchange, 2))
+        self._next_of_theirs = exchange + 2
+        return True
 
     def _fill(self, exchange: int, incoming: _Incoming, view: memoryview) -> memoryview:
         """Take from `view` what the current frame still lacks; check its header as soon as that is whole."""
@@ -385,75 +416,82 @@ class Session:
             n = min(incoming.n_to_skip, len(view))
             incoming.n_to_skip -= n
             return view[n:]
-        n_wanted = HEADER.size if incoming.size < 0 else incoming.size
-        piece, view = view[: n_wanted - len(incoming.buffer)], view[n_wanted - len(incoming.buffer) :]
-        self._n_buffered += len(piece)
-        if self._n_buffered > MAX_BUFFERED_BYTES:
-            raise RemoteProtocolError(f"too many bytes of incomplete messages: expected at most {MAX_BUFFERED_BYTES}")
-        incoming.buffer += piece
+        n = (HEADER.size if incoming.size < 0 else incoming.size) - len(incoming.buffer)
+        incoming.buffer += view[:n]
         if incoming.size < 0 and len(incoming.buffer) == HEADER.size:
-            code, size = HEADER.unpack(incoming.buffer)
-            if code >= IGNORABLE_FROM:
-                self._n_buffered -= len(incoming.buffer)
-                incoming.buffer.clear()
-                incoming.n_to_skip = size
-                return view
-            incoming.frame_type = frame_type_of(code)
-            if size > LIMITS[incoming.frame_type]:
-                limit = LIMITS[incoming.frame_type]
-                raise RemoteProtocolError(f"{incoming.frame_type.name} too large: got {size}, expected at most {limit}")
-            if not self._is_welcome(exchange, incoming.frame_type):
-                incoming.is_done = True
-                incoming.n_to_skip = size
-                self._n_buffered -= len(incoming.buffer)
-                incoming.buffer.clear()
-                return view
-            incoming.size = HEADER.size + size
-        return view
+            self._take_header(exchange, incoming)
+        return view[n:]
 
-    def _is_welcome(self, exchange: int, frame_type: FrameType) -> bool:
-        """Return whether a frame's body may be taken in, judged by its header. A refused request is answered here."""
+    def _take_header(self, exchange: int, incoming: _Incoming) -> None:
+        """Judge a frame by its header, before memory is taken for its body. A refused request is answered here."""
+        code, size = HEADER.unpack(incoming.buffer)
+        if code >= IGNORABLE_FROM:
+            incoming.buffer.clear()
+            incoming.n_to_skip = size
+            return
+        frame_type = frame_type_of(code)
+        if size > LIMITS[frame_type]:
+            raise RemoteProtocolError(f"{frame_type.name} too large: got {size}, expected at most {LIMITS[frame_type]}")
+        refusal = self._judge(exchange, frame_type, size)
+        if refusal is not None:
+            self._outgoing.append(Outgoing(exchange=exchange, data=encode(refusal), is_end=True))
+            incoming.is_done = True
+            incoming.buffer.clear()
+            incoming.n_to_skip = size
+            return
+        incoming.frame_type = frame_type
+        incoming.size = HEADER.size + size
+        incoming.n_held = size
+        self._n_held[self._is_ours(exchange)] += size
+
+    def _judge(self, exchange: int, frame_type: FrameType, size: int) -> m.Refusal | None:
+        """Return None for a frame that may be taken in, else the refusal to answer it with."""
         if exchange == GREETING_EXCHANGE:
-            return True
+            if frame_type not in _GREETINGS.get((self.is_client, self.state), ()):
+                raise RemoteProtocolError(f"wrong greeting: got {frame_type.name} in state {self.state.name}")
+            return None
         waiting = self._waiting.get(exchange)
         if waiting is not None:
             if frame_type not in (FRAME_TYPE_OF[waiting.expected], FrameType.REFUSAL):
                 raise RemoteProtocolError(f"wrong answer: got {frame_type.name}, expected {waiting.expected.__name__}")
-            return True
+            if self._n_held[True] + size > MAX_ANSWER_BYTES:
+                raise RemoteProtocolError(f"too many bytes of answers at once: expected at most {MAX_ANSWER_BYTES}")
+            return None
         if frame_type not in REQUEST_TYPES:
             raise RemoteProtocolError(f"not a request: got {frame_type.name}")
-        if frame_type in self._serves:
-            return True
-        refusal = m.Refusal(code=m.ErrorCode.NOT_ALLOWED, detail=f"this node does not serve {frame_type.name}")
-        self._outgoing.append(Outgoing(exchange=exchange, data=encode(refusal), is_end=True))
-        return False
+        if frame_type not in self._serves:
+            detail = f"this node does not serve {frame_type.name}"
+            return m.Refusal(code=m.ErrorCode.NOT_ALLOWED, detail=detail)
+        if self._n_held[False] + size > MAX_REQUEST_BYTES:
+            return m.Refusal(code=m.ErrorCode.BUSY, detail="too many bytes of requests at once, try again")
+        return None
 
     def _complete(self, exchange: int, incoming: _Incoming) -> list[Event]:
         assert incoming.frame_type is not None
         body = memoryview(bytes(incoming.buffer))[HEADER.size :]
-        self._n_buffered -= len(incoming.buffer)
         incoming.buffer = bytearray()
         incoming.size = -1
         message = decode(incoming.frame_type, body)
         if exchange == GREETING_EXCHANGE:
-            return self._greet(message)
+            events = self._greet(message)
+            incoming.is_done = self.state is State.OPEN
+            return events
         incoming.is_done = True
-        waiting = self._waiting.get(exchange)
+        waiting = self._waiting.pop(exchange, None)
         if waiting is not None:
-            del self._waiting[exchange]
+            self._release(exchange, incoming)
             if isinstance(message, m.Refusal):
                 error = RemoteRefused(f"refused: {message.detail}", remote_code=message.code)
                 return [RequestFailed(exchange=exchange, error=error)]
-            assert isinstance(message, waiting.expected)  # by _is_welcome
+            assert isinstance(message, waiting.expected)  # by _judge
             return [Answered(exchange=exchange, response=message)]
-        assert isinstance(message, m.Request)
+        assert isinstance(message, m.Request)  # by _judge
         self._serving[exchange] = self._serves[incoming.frame_type]
         return [RequestReceived(exchange=exchange, request=message)]
 
     def _greet(self, message: m.Message) -> list[Event]:
         if self.is_client and self.state is State.GREETING and isinstance(message, m.Challenge):
-            if self.remote is None:
-                raise LocalProtocolError("a client must know the server's proved identity before the greetings")
+            assert self.remote is not None  # by __init__
             self._observed_address = message.observed_address
             statement = hello_statement(
                 server=self.remote, nonce=message.nonce, client=self._identity.node_id, versions=self._versions
@@ -502,9 +540,8 @@ class Session:
     def _forget_incoming(self, exchange: int) -> None:
         incoming = self._incoming.pop(exchange, None)
         if incoming is not None:
-            self._n_buffered -= len(incoming.buffer)
+            self._release(exchange, incoming)
 
-
-def is_network_failure(error: SwarmError) -> bool:
-    """Return whether the link, rather than the answer, failed: another path or a new connection may help."""
-    return isinstance(error, NetworkError | RemoteProtocolError)
+    def _release(self, exchange: int, incoming: _Incoming) -> None:
+        self._n_held[self._is_ours(exchange)] -= incoming.n_held
+        incoming.n_held = 0
