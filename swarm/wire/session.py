@@ -473,6 +473,7 @@ class Session:
         incoming.size = -1
         message = decode(incoming.frame_type, body)
         if exchange == GREETING_EXCHANGE:
+            self._release(exchange, incoming)
             events = self._greet(message)
             incoming.is_done = self.state is State.OPEN
             return events

@@ -1,0 +1,599 @@
+"""Real sockets on loopback: endpoints that dial, ask, refuse, die and close. Every wait has a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+
+import pytest
+
+from swarm.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    IdentityMismatch,
+    LocalProtocolError,
+    NetworkError,
+    Overloaded,
+    RemoteProtocolError,
+    RemoteRefused,
+    UserError,
+    VersionRefused,
+)
+from swarm.identity import Identity
+from swarm.ids import ModelId
+from swarm.net import connection as connection_module
+from swarm.net import endpoint as endpoint_module
+from swarm.net.connection import Connection
+from swarm.net.endpoint import Endpoint, Handler
+from swarm.wire import messages as m
+from swarm.wire import session as s
+
+SERVER = Identity.from_seed(b"server" + bytes(26))
+CLIENT = Identity.from_seed(b"client" + bytes(26))
+MODEL = ModelId(bytes(32))
+SERVED = (m.GetBlock, m.GetStatus, m.Lookup)
+LIMIT_S = 10.0  # of every wait here: far above what it takes, far below a test's timeout
+
+
+@pytest.fixture(autouse=True)
+async def nothing_is_left(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
+    """After each test: no task but the test's own, and nothing that asyncio complained about."""
+    before = asyncio.all_tasks()
+    yield
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() <= before | {asyncio.current_task()}
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
+
+
+def block(size: int) -> m.GetBlock:
+    """Ask for a block of `size` bytes, by the numbers that `answer` reads."""
+    return m.GetBlock(model_id=MODEL, layer=size >> 16, expert=size & 0xFFFF)
+
+
+def content(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+async def answer(connection: Connection, request: m.Request) -> m.Response:
+    """Give blocks at once, and a status that says who asked; a lookup is never answered."""
+    if isinstance(request, m.GetBlock):
+        return m.BlockBytes(data=content((request.layer << 16) + request.expert))
+    if isinstance(request, m.GetStatus):
+        return m.Status(data=str(connection.remote).encode())
+    await asyncio.Event().wait()
+    raise AssertionError("unreachable")
+
+
+def listen(handler: Handler = answer, serves: Iterable[type[m.Request]] = SERVED, **options: object) -> Endpoint:
+    return Endpoint(SERVER, host="127.0.0.1", handler=handler, serves=serves, **options)  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def linked(handler: Handler = answer) -> AsyncIterator[tuple[Endpoint, Endpoint, Connection]]:
+    """A server, a client, and the client's open connection."""
+    async with listen(handler) as server, Endpoint(CLIENT, host="127.0.0.1") as client:
+        yield server, client, await dial(client, server)
+
+
+async def dial(client: Endpoint, server: Endpoint) -> Connection:
+    return await client.dial(("127.0.0.1", server.port), expected=SERVER.node_id, timeout_s=LIMIT_S)
+
+
+def server_side(server: Endpoint) -> Connection:
+    """Return the server's end of its only connection."""
+    (connection,) = server._connections
+    return connection
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Return once `condition()` holds."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
+            await asyncio.sleep(0.005)
+
+
+def assert_holds_nothing(endpoint: Endpoint) -> None:
+    assert not endpoint._connections
+    assert not endpoint._by_cid
+    assert not endpoint._cids
+    assert not endpoint._serving
+
+
+# Requests and answers
+
+
+@pytest.mark.parametrize("size", [0, 1, 1200, 65_536, 2_000_000])
+async def test_a_block_arrives_whole(size: int) -> None:
+    async with linked() as (_, _, connection):
+        got = await connection.request(block(size), timeout_s=LIMIT_S)
+        assert got == m.BlockBytes(data=content(size))
+
+
+async def test_each_side_learns_who_the_other_is() -> None:
+    async with linked() as (server, client, connection):
+        got = await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        assert got == m.Status(data=str(CLIENT.node_id).encode())
+        assert connection.remote == SERVER.node_id
+        assert connection.observed_address == f"127.0.0.1:{client.port}"
+        assert connection.address == ("127.0.0.1", server.port)
+        assert connection.is_client
+        assert not server_side(server).is_client
+
+
+async def test_fifty_requests_at_once_get_each_its_own_answer() -> None:
+    async with linked() as (server, _, connection):
+        sizes = [1 + 997 * n for n in range(50)]
+        answers = await asyncio.gather(*(connection.request(block(size), timeout_s=LIMIT_S) for size in sizes))
+        assert answers == [m.BlockBytes(data=content(size)) for size in sizes]
+        await eventually(lambda: not server._serving)
+
+
+async def test_a_server_asks_its_client_too() -> None:
+    async with (
+        listen() as server,
+        Endpoint(CLIENT, host="127.0.0.1", handler=answer, serves=SERVED) as client,
+    ):
+        await dial(client, server)
+        asker = server_side(server)
+        await asyncio.wait_for(asker.wait_open(), LIMIT_S)
+        got = await asker.request(m.GetStatus(), timeout_s=LIMIT_S)
+        assert got == m.Status(data=str(SERVER.node_id).encode())
+
+
+async def test_the_round_trip_is_measured() -> None:
+    async with linked() as (_, _, connection):
+        await eventually(lambda: connection.rtt_s is not None)
+        assert connection.rtt_s is not None
+        assert 0 < connection.rtt_s < LIMIT_S
+
+
+async def test_an_unserved_request_is_refused_and_the_link_lives() -> None:
+    async with linked() as (_, _, connection):
+        with pytest.raises(RemoteRefused, match="MANIFEST") as caught:
+            await connection.request(m.GetManifest(model_id=MODEL), timeout_s=LIMIT_S)
+        assert caught.value.remote_code == m.ErrorCode.NOT_ALLOWED
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (KeyError("no such block"), m.ErrorCode.NOT_FOUND, "no such block"),
+        (Overloaded("queue is full"), m.ErrorCode.BUSY, "queue is full"),
+        (NetworkError("upstream is gone"), m.ErrorCode.INTERNAL, "upstream is gone"),
+        (ZeroDivisionError("a secret of ours"), m.ErrorCode.INTERNAL, "internal error"),
+        (asyncio.CancelledError(), m.ErrorCode.INTERNAL, "cancelled"),
+    ],
+)
+async def test_a_handlers_exception_is_a_refusal_and_the_endpoint_lives(
+    error: BaseException, code: m.ErrorCode, text: str
+) -> None:
+    async def fail(connection: Connection, request: m.Request) -> m.Response:
+        if isinstance(request, m.Lookup):
+            raise error
+        return await answer(connection, request)
+
+    async with linked(fail) as (server, _, connection):
+        with pytest.raises(RemoteRefused) as caught:
+            await connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S)
+        assert caught.value.remote_code == code
+        assert text in str(caught.value)
+        assert "secret" not in str(caught.value)
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: not server._serving)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [m.BlockBytes(data=b""), m.Status(data=bytes(5 << 20)), m.Status(data="not bytes"), None],  # type: ignore[arg-type]
+)
+async def test_an_answer_that_cannot_be_sent_is_a_refusal_and_the_endpoint_lives(wrong: m.Response) -> None:
+    async def mistake(connection: Connection, request: m.Request) -> m.Response:
+        return wrong if isinstance(request, m.GetStatus) else await answer(connection, request)
+
+    async with linked(mistake) as (_, _, connection):
+        with pytest.raises(RemoteRefused, match="internal error"):
+            await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        assert await connection.request(block(5), timeout_s=LIMIT_S) == m.BlockBytes(data=content(5))
+
+
+async def test_requests_beyond_the_bound_are_told_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint_module, "MAX_SERVING", 2)
+    async with linked() as (server, _, connection):
+        waiting = [
+            asyncio.ensure_future(connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S)) for _ in range(2)
+        ]
+        await eventually(lambda: len(server._serving) == 2)
+        with pytest.raises(RemoteRefused) as caught:
+            await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        assert caught.value.remote_code == m.ErrorCode.BUSY
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        await eventually(lambda: not server._serving)
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+
+
+# Giving up
+
+
+async def test_a_handler_is_cancelled_when_its_asker_gives_up() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(connection: Connection, request: m.Request) -> m.Response:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError("unreachable")
+
+    async with linked(wait) as (server, _, connection):
+        asking = asyncio.ensure_future(connection.request(m.GetStatus(), timeout_s=LIMIT_S))
+        await asyncio.wait_for(started.wait(), LIMIT_S)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.wait_for(ended.wait(), LIMIT_S)
+        await eventually(lambda: not server._serving)
+        assert connection.is_open
+        assert not connection._answers
+
+
+async def test_a_late_answer_is_a_deadline_exceeded_and_the_link_lives() -> None:
+    async with linked() as (server, _, connection):
+        with pytest.raises(DeadlineExceeded):
+            await connection.request(m.Lookup(model_id=None), timeout_s=0.05)
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: not server._serving)
+
+
+async def test_answers_and_cancellations_that_cross_do_no_harm() -> None:
+    """The asker gives up at about the moment at which the answer leaves."""
+
+    async def soon(connection: Connection, request: m.Request) -> m.Response:
+        await asyncio.sleep(0)
+        return m.Status(data=bytes(3000))
+
+    rng = random.Random(3)
+    async with linked(soon) as (server, _, connection):
+        for _ in range(30):
+            asking = [asyncio.ensure_future(connection.request(m.GetStatus(), timeout_s=LIMIT_S)) for _ in range(5)]
+            for _ in range(rng.randrange(8)):
+                await asyncio.sleep(0)
+            for each in asking[: rng.randrange(6)]:
+                each.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: not server._serving)
+        assert server_side(server).is_open
+
+
+async def test_a_request_that_is_stopped_in_the_packet_that_brings_it_does_no_harm() -> None:
+    """QUIC resets our half of the stream before the session sees the request and refuses it."""
+    async with linked() as (server, _, connection):
+        for request in (m.GetManifest(model_id=MODEL), m.GetStatus()) * 10:
+            asking = asyncio.ensure_future(connection.request(request, timeout_s=LIMIT_S))
+            await asyncio.sleep(0)  # it is handed to QUIC, and leaves at the end of this tick
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        assert server_side(server).is_open
+
+
+# Who is there
+
+
+async def test_another_node_than_expected_is_refused() -> None:
+    async with listen() as server, Endpoint(CLIENT, host="127.0.0.1") as client:
+        with pytest.raises(IdentityMismatch, match=SERVER.node_id.short):
+            await client.dial(("127.0.0.1", server.port), expected=CLIENT.node_id, timeout_s=LIMIT_S)
+        assert await dial(client, server)
+
+
+async def test_without_an_expectation_the_dialler_learns_who_it_is() -> None:
+    async with listen() as server, Endpoint(CLIENT, host="127.0.0.1") as client:
+        connection = await client.dial(("127.0.0.1", server.port), expected=None, timeout_s=LIMIT_S)
+        assert connection.remote == SERVER.node_id
+
+
+async def test_no_common_wire_version_is_refused_with_both_named() -> None:
+    async with listen(versions=(7,)) as server, Endpoint(CLIENT, host="127.0.0.1") as client:
+        with pytest.raises(VersionRefused, match=r"got \[1\], expected one of \[7\]"):
+            await dial(client, server)
+
+
+async def test_a_node_that_serves_nothing_takes_no_connection() -> None:
+    async with Endpoint(SERVER, host="127.0.0.1") as server, Endpoint(CLIENT, host="127.0.0.1") as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.dial(("127.0.0.1", server.port), expected=None, timeout_s=0.1)
+        assert_holds_nothing(server)
+
+
+# Endings
+
+
+async def test_dialling_a_dead_port_ends_at_the_deadline_and_leaves_nothing() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        async with Endpoint(CLIENT, host="127.0.0.1") as client:
+            with pytest.raises(DeadlineExceeded, match=r"127\.0\.0\.1"):
+                await client.dial(silent.getsockname(), expected=SERVER.node_id, timeout_s=0.1)
+            assert not any(each.is_open for each in client._connections)
+        assert_holds_nothing(client)
+
+
+async def test_a_cancelled_dial_leaves_nothing() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        async with Endpoint(CLIENT, host="127.0.0.1") as client:
+            dialling = asyncio.ensure_future(client.dial(silent.getsockname(), expected=None, timeout_s=LIMIT_S))
+            await asyncio.sleep(0)
+            dialling.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await dialling
+        assert_holds_nothing(client)
+
+
+async def test_a_remote_close_fails_what_waits() -> None:
+    async with linked() as (server, client, connection):
+        waiting = [
+            asyncio.ensure_future(connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S)) for _ in range(3)
+        ]
+        await eventually(lambda: len(server._serving) == 3)
+        server_side(server).close()
+        errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
+        assert [type(error) for error in errors] == [ConnectionLost] * 3
+        await asyncio.wait_for(connection.wait_gone(), LIMIT_S)
+        assert_holds_nothing(client)
+        await eventually(lambda: not server._connections and not server._serving)
+        assert_holds_nothing(server)
+        for _ in range(2):
+            with pytest.raises(ConnectionLost):
+                await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+
+
+async def test_a_dead_connections_error_does_not_grow_with_each_use() -> None:
+    async with linked() as (_, _, connection):
+        connection.close()
+        depths = []
+        for _ in range(5):
+            with pytest.raises(ConnectionLost) as caught:
+                await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+            depths.append(len(caught.traceback))
+        assert len(set(depths)) == 1
+
+
+async def test_the_end_of_a_server_ends_its_links_and_its_handlers() -> None:
+    ended = asyncio.Event()
+
+    async def wait(connection: Connection, request: m.Request) -> m.Response:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        raise AssertionError("unreachable")
+
+    async with Endpoint(CLIENT, host="127.0.0.1") as client:
+        async with listen(wait) as server:
+            connection = await dial(client, server)
+            asking = asyncio.ensure_future(connection.request(m.GetStatus(), timeout_s=LIMIT_S))
+            await eventually(lambda: bool(server._serving))
+        assert ended.is_set()
+        assert_holds_nothing(server)
+        with pytest.raises(ConnectionLost):
+            await asyncio.wait_for(asking, LIMIT_S)
+        with pytest.raises(ConnectionLost):
+            _ = server.port
+        with pytest.raises(ConnectionLost):
+            await server.dial(("127.0.0.1", 1), expected=None)
+
+
+async def test_the_end_of_a_client_fails_what_waits_and_a_dial_under_way() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        async with listen() as server:
+            async with Endpoint(CLIENT, host="127.0.0.1") as client:
+                connection = await dial(client, server)
+                asking = asyncio.ensure_future(connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S))
+                dialling = asyncio.ensure_future(client.dial(silent.getsockname(), expected=None, timeout_s=LIMIT_S))
+                await eventually(lambda: len(client._connections) == 2)
+            for each in (asking, dialling):
+                with pytest.raises(ConnectionLost):
+                    await asyncio.wait_for(each, LIMIT_S)
+            assert_holds_nothing(client)
+            await eventually(lambda: not server._connections and not server._serving)
+            assert_holds_nothing(server)
+
+
+async def test_no_timer_is_left_after_the_end() -> None:
+    async with linked() as (server, _, connection):
+        other = server_side(server)
+    await asyncio.sleep(0)  # the flush that was due
+    assert connection._timer is None
+    assert other._timer is None
+
+
+async def test_an_exception_in_the_body_still_closes_all() -> None:
+    async def body() -> None:
+        async with linked() as (server, client, _):
+            kept.extend((server, client))
+            raise ZeroDivisionError
+
+    kept: list[Endpoint] = []
+    with pytest.raises(ZeroDivisionError):
+        await body()
+    for endpoint in kept:
+        assert_holds_nothing(endpoint)
+
+
+async def test_a_silent_server_is_given_up_while_an_answer_is_owed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "PING_AFTER_S", 0.05)
+    monkeypatch.setattr(s, "LOST_AFTER_S", 0.3)
+    loop = asyncio.get_running_loop()
+    async with linked() as (server, client, connection):
+        assert server._socket is not None
+        loop.remove_reader(server._socket)  # as when its process is stopped, or its cable pulled
+        started = loop.time()
+        with pytest.raises(ConnectionLost, match="silent"):
+            await connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S)
+        assert 0.25 < loop.time() - started < 5 * 0.3
+        assert not connection.is_open
+        loop.add_reader(server._socket, server._on_readable)
+        assert await dial(client, server)
+
+
+async def test_a_slow_handler_is_not_a_silent_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "PING_AFTER_S", 0.02)
+    monkeypatch.setattr(s, "LOST_AFTER_S", 0.25)
+    async with linked() as (_, _, connection):
+        with pytest.raises(DeadlineExceeded):
+            await connection.request(m.Lookup(model_id=None), timeout_s=0.6)
+        assert connection.is_open
+
+
+async def test_a_quiet_link_is_kept_alive_and_its_death_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s, "KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(s, "LOST_AFTER_S", 0.25)
+    async with linked() as (server, _, connection):
+        await asyncio.sleep(0.5)
+        assert connection.is_open
+        assert server._socket is not None
+        asyncio.get_running_loop().remove_reader(server._socket)
+        await eventually(lambda: not connection.is_open)
+
+
+# Violations
+
+
+async def test_a_handlers_protocol_error_closes_the_link() -> None:
+    async def accuse(connection: Connection, request: m.Request) -> m.Response:
+        raise RemoteProtocolError("a record that nobody signed")
+
+    async with linked(accuse) as (server, _, connection):
+        with pytest.raises(ConnectionLost, match="nobody signed"):
+            await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: not server._connections and not server._serving)
+        assert_holds_nothing(server)
+
+
+@pytest.mark.parametrize(
+    ("stream", "data", "text"),
+    [
+        (40, b"\x7f\0\0\0\0", "unknown frame type"),
+        (40, b"\x33\0\0\0\0", "not a request"),
+        (42, b"hello", "does not use"),  # a stream of one direction
+    ],
+)
+async def test_bytes_outside_the_protocol_close_that_link_alone(stream: int, data: bytes, text: str) -> None:
+    async with linked() as (server, client, good):
+        bad = await dial(client, server)
+        waiting = asyncio.ensure_future(bad.request(m.Lookup(model_id=None), timeout_s=LIMIT_S))
+        bad.quic.send_stream_data(stream, data, True)
+        bad.flush()
+        with pytest.raises(ConnectionLost, match=text):
+            await asyncio.wait_for(waiting, LIMIT_S)
+        assert await good.request(block(9), timeout_s=LIMIT_S) == m.BlockBytes(data=content(9))
+
+
+async def test_more_streams_than_exchanges_allow_close_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream opens all below it in QUIC, whether they carry anything or not."""
+    monkeypatch.setattr(connection_module, "MAX_STREAMS", 50)
+    async with linked() as (server, _, connection):
+        connection.quic.send_stream_data(4 * 60, b"\x40")
+        connection.flush()
+        await asyncio.wait_for(connection.wait_gone(), LIMIT_S)
+        await eventually(lambda: not server._connections and not server._serving)
+
+
+async def test_datagrams_that_are_not_ours_do_nothing() -> None:
+    rng = random.Random(4)
+    async with linked() as (server, _, connection):
+        n_cids = len(server._by_cid)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            stranger.connect(("127.0.0.1", server.port))
+            for _ in range(300):
+                stranger.send(rng.randbytes(rng.choice([0, 1, 20, 60, 1200, 1400])))
+            for cid in list(server._by_cid):  # short headers of a live connection, but nothing that decrypts
+                stranger.send(b"\x40" + cid + rng.randbytes(40))
+        assert await connection.request(block(1000), timeout_s=LIMIT_S) == m.BlockBytes(data=content(1000))
+        assert len(server._connections) == 1
+        assert len(server._by_cid) == n_cids
+
+
+async def test_damaged_first_packets_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flood of half-open connections is bounded, and each ends at its own deadline."""
+    monkeypatch.setattr(s, "GREETING_DEADLINE_S", 0.2)
+    monkeypatch.setattr(endpoint_module, "MAX_HALF_OPEN", 10)
+    rng = random.Random(5)
+    async with listen() as server:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
+            stranger.connect(("127.0.0.1", server.port))
+            for _ in range(40):
+                # An INITIAL of version 1 with two connection ids; the rest decrypts to nothing.
+                head = b"\xc0\0\0\0\1\x08" + rng.randbytes(8) + b"\x08" + rng.randbytes(8) + b"\0\x44\xa0"
+                stranger.send(head + rng.randbytes(1200))
+        await eventually(lambda: server.n_refused == 30)
+        assert len(server._connections) == 10
+        await eventually(lambda: not server._connections and not server._serving)
+        assert_holds_nothing(server)
+        async with Endpoint(CLIENT, host="127.0.0.1") as client:
+            assert await dial(client, server)
+
+
+async def test_an_exception_inside_quic_ends_only_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with linked() as (server, client, bad):
+        good = await dial(client, server)
+
+        def explode(*args: object, **kwargs: object) -> None:
+            raise KeyError("a bug that a datagram found")
+
+        monkeypatch.setattr(bad.quic, "receive_datagram", explode)
+        with pytest.raises(RemoteProtocolError, match="KeyError"):
+            await bad.request(m.GetStatus(), timeout_s=LIMIT_S)
+        await good.request(m.GetStatus(), timeout_s=LIMIT_S)
+
+
+# The socket
+
+
+async def test_a_port_in_use_is_the_users_mistake() -> None:
+    async with listen() as server:
+        with pytest.raises(UserError, match="--port"):
+            await Endpoint(CLIENT, host="127.0.0.1", port=server.port).__aenter__()
+
+
+async def test_a_full_socket_drops_and_quic_sends_again() -> None:
+    async with linked() as (server, _, connection):
+        sendto, n_blocked = server._send, 0
+
+        def sometimes_full(data: bytes, address: object) -> None:
+            nonlocal n_blocked
+            n_blocked += 1
+            if n_blocked % 7 != 0:
+                sendto(data, address)
+
+        server_side(server)._send = sometimes_full
+        got = await connection.request(block(200_000), timeout_s=LIMIT_S)
+        assert got == m.BlockBytes(data=content(200_000))
+        assert n_blocked > 100
+
+
+async def test_a_request_that_cannot_be_written_is_our_own_mistake_and_waits_for_nothing() -> None:
+    async with linked() as (_, _, connection):
+        with pytest.raises(LocalProtocolError):
+            await connection.request(m.Announce(record=bytes(1 << 20)), timeout_s=LIMIT_S)
+        assert not connection._answers
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
+
+
+async def test_nothing_of_a_request_is_logged_above_debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="swarm")
+    async with linked() as (_, _, connection):
+        await connection.request(block(10), timeout_s=LIMIT_S)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("swarm")] == []

@@ -1,0 +1,92 @@
+"""Addresses as text: one way to write each, and nothing else is read."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from swarm.errors import UserError
+from swarm.net.addresses import format_address, parse_address, resolve
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("192.0.2.1:7440", ("192.0.2.1", 7440)),
+        ("[2001:db8::1]:1", ("2001:db8::1", 1)),
+        ("example.org:65535", ("example.org", 65535)),
+        ("[::1]:80", ("::1", 80)),
+    ],
+)
+def test_an_address_reads_and_writes_back(text: str, address: tuple[str, int]) -> None:
+    assert parse_address(text) == address
+    assert format_address(address) == text
+
+
+def test_a_sockets_ipv6_address_is_written_without_flow_and_scope() -> None:
+    assert format_address(("2001:db8::1", 7440, 0, 3)) == "[2001:db8::1]:7440"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "host",
+        ":80",
+        "host:",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "host: 80",
+        "host:²",
+        "host:" + "1" * 5000,
+        "::1:80",
+        "2001:db8::1",
+        "[::1:80",
+        "::1]:80",
+        "[host]:80",
+        "[]:80",
+        "[[::1]]:80",
+    ],
+)
+def test_anything_else_is_refused_in_a_short_message(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_address(text)
+    assert len(str(caught.value)) < 200
+
+
+def test_port_0_is_for_listening_only() -> None:
+    assert parse_address("127.0.0.1:0", allow_any_port=True) == ("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "::1"])
+def test_a_literal_is_not_looked_up(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise AssertionError("asked the resolver")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    assert resolve((host, 1)) == (host, 1)
+
+
+def test_a_name_becomes_an_ipv4_literal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(host: str, port: int, **kwargs: object) -> list[object]:
+        assert (host, kwargs["family"]) == ("relay.example", socket.AF_INET)
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 17, "", ("192.0.2.7", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer)
+    assert resolve(("relay.example", 7440)) == ("192.0.2.7", 7440)
+
+
+def test_a_name_that_is_not_found_is_the_users_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(UserError, match=r"nowhere\.example.*not known"):
+        resolve(("nowhere.example", 1))
+
+
+def test_a_name_that_no_resolver_may_be_asked_about_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="cannot find host"):
+        resolve(("a" * 70 + ".example", 1))
