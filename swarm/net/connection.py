@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 # uvloop's loop.time() moves in whole milliseconds, too coarse for QUIC's round trips and pacing (a 12 KB answer took 4.0
 # instead of 1.5 ms).
 clock = time.monotonic
+# Bytes of answers that may wait to be sent or acknowledged before the next bulky one is made. As much as is ever under way
+# (certificate.MAX_DATA), so that waiting costs no throughput.
+MAX_UNSENT_BYTES = 8 << 20
+DRAIN_TIMEOUT_S = 60.0  # guessed: an 88 MB block at 12 Mbit/s
 _RTT_GAIN = 0.125  # RFC 6298's smoothing
 # A stream opens all lower ones (RFC 9000 section 2.1) and aioquic keeps an object for each until it is finished; it also
 # doubles its own limit as streams are used. The session counts those that carry data; this bounds the rest.
@@ -76,6 +80,8 @@ class Connection:
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._opened.add_done_callback(_seen)  # a server has nobody who awaits it
         self._gone = asyncio.Event()
+        self._drained = asyncio.Event()
+        self.turn = asyncio.Lock()  # held while a bulky request of the other side is answered
         self._error: SwarmError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at: float | None = None
@@ -131,6 +137,27 @@ class Connection:
                 self._session.cancel(exchange)
                 self.flush_soon()
 
+    async def wait_drained(self) -> None:
+        """Return when the other side has taken enough of what was sent that more may be buffered.
+
+        Raises:
+            DeadlineExceeded: it has not within DRAIN_TIMEOUT_S; the caller should close.
+        """
+        if self.n_unsent_bytes() <= MAX_UNSENT_BYTES:
+            return
+        try:
+            async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                while self._error is None and self.n_unsent_bytes() > MAX_UNSENT_BYTES:
+                    self._drained.clear()
+                    await self._drained.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the other side has not taken its answers for {DRAIN_TIMEOUT_S:g} s") from None
+
+    def n_unsent_bytes(self) -> int:
+        """Return how many bytes wait to be sent or acknowledged. aioquic 1.7 keeps them without a bound of its own."""
+        n_handed_over = sum(len(stream.sender._buffer) for stream in self.quic._streams.values())
+        return n_handed_over + (self._session.n_outgoing_bytes if self._session is not None else 0)
+
     def respond(self, exchange: int, message: m.Response | m.Refusal) -> None:
         """Answer a request that `on_request` was told of; silently too late if nobody waits any more."""
         if self._session is not None and self._session.respond(exchange, message):
@@ -153,6 +180,7 @@ class Connection:
             logger.debug("QUIC failed on a datagram", exc_info=True)
             self._end(RemoteProtocolError(f"a datagram that QUIC cannot take: {type(error).__name__}"))
         self._pump(now)
+        self._drained.set()
         if len(self.quic._streams) > MAX_STREAMS:
             self._end(RemoteProtocolError(f"too many streams: got {len(self.quic._streams)}, expected {MAX_STREAMS}"))
 
@@ -309,6 +337,7 @@ class Connection:
         if self._error is not None:
             return
         self._error = error
+        self._drained.set()
         if self._session is not None:
             self._handle(self._session.close(error))
             self._hand_over()  # a refusal of the greeting still goes out, before QUIC drops all but its CONNECTION_CLOSE

@@ -43,6 +43,7 @@ SOCKET_BUFFER_BYTES = 4 << 20  # asked for; the kernel caps it (net.core.rmem_ma
 MAX_CONNECTIONS = 4096
 MAX_HALF_OPEN = 256  # guessed: a flood of first packets costs at most this many handshakes at a time
 MAX_SERVING = 1024  # requests being served, all connections together; more are refused as BUSY
+BULKY = m.GetManifest | m.GetBlock  # their answers can be far larger than they are
 DIAL_TIMEOUT_S = 4.0
 
 
@@ -270,7 +271,8 @@ class Endpoint:
         if self._handler is None or self._is_closing or len(self._serving) >= MAX_SERVING:
             connection.respond(exchange, m.Refusal(code=m.ErrorCode.BUSY, detail="too many requests, try again"))
             return
-        task = self._tasks.create_task(self._serve(self._handler, connection, exchange, request))
+        serve = self._serve_in_turn if isinstance(request, BULKY) else self._serve
+        task = self._tasks.create_task(serve(self._handler, connection, exchange, request))
         self._serving[connection, exchange] = task
         task.add_done_callback(lambda _: self._serving.pop((connection, exchange), None))
 
@@ -278,6 +280,16 @@ class Endpoint:
         task = self._serving.get((connection, exchange))
         if task is not None:
             task.cancel()
+
+    async def _serve_in_turn(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
+        """Answer one request once the asker has taken its earlier answers, so that they cannot fill our memory."""
+        async with connection.turn:
+            try:
+                await connection.wait_drained()
+            except DeadlineExceeded as error:
+                connection.close(error)
+                return
+            await self._serve(handler, connection, exchange, request)
 
     async def _serve(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
         """Answer one request. Nothing may escape: this task shares a group with all others."""

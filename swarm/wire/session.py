@@ -180,6 +180,11 @@ class Session:
         outgoing, self._outgoing = self._outgoing, []
         return outgoing
 
+    @property
+    def n_outgoing_bytes(self) -> int:
+        """Bytes that `take_outgoing` would return now."""
+        return sum(len(outgoing.data) for outgoing in self._outgoing)
+
     def request(self, message: m.Request, *, deadline: float, now: float) -> int:
         """Return the exchange on which the answer will come. `deadline` is on the caller's clock, like `now`.
 

@@ -597,3 +597,27 @@ async def test_nothing_of_a_request_is_logged_above_debug(caplog: pytest.LogCapt
     async with linked() as (_, _, connection):
         await connection.request(block(10), timeout_s=LIMIT_S)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("swarm")] == []
+
+
+async def test_an_asker_that_takes_no_answers_does_not_fill_our_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "MAX_UNSENT_BYTES", 1 << 20)
+    size, n_made = 600_000, 0
+
+    async def counting(connection: Connection, request: m.Request) -> m.Response:
+        nonlocal n_made
+        n_made += 1
+        return await answer(connection, request)
+
+    async with linked(counting) as (server, client, connection):
+        tasks = [asyncio.ensure_future(connection.request(block(size), timeout_s=LIMIT_S)) for _ in range(20)]
+        await asyncio.sleep(0)  # the requests are made
+        connection.flush()
+        asyncio.get_running_loop().remove_reader(client._socket)  # from here on it reads nothing
+        await eventually(lambda: n_made > 0)
+        await asyncio.sleep(0.2)
+        assert n_made <= 3, "one more than fit into 1 MB"
+        assert server_side(server).n_unsent_bytes() <= 3 * size
+        asyncio.get_running_loop().add_reader(client._socket, client._on_readable)
+        answers = await asyncio.gather(*tasks)
+        assert n_made == 20
+        assert all(isinstance(each, m.BlockBytes) and len(each.data) == size for each in answers)
