@@ -1,0 +1,141 @@
+"""Child processes: they start, fail with their own words, come back as themselves, and never outlive their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.emulation import processes
+from swarm.emulation.processes import LocalSwarm, ProcessFailed
+
+GONE_WITHIN_S = 10.0
+
+PARENT = """
+import asyncio, json, sys
+from pathlib import Path
+from swarm.emulation.processes import LocalSwarm
+
+async def main():
+    async with LocalSwarm(Path(sys.argv[1])) as swarm:
+        await swarm.add_peer(range(2), "--model", sys.argv[2], "--layers", "0")
+        print(json.dumps([swarm.relay.pid, swarm.peers[0].pid]), flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Return whether the process exists and has not ended; an orphan may stay as a zombie where nobody reaps."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+async def wait_gone(*pids: int) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline, "a child outlived its parent"
+        await asyncio.sleep(0.02)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """Every process that was started, also those that nobody returned."""
+    found: list[asyncio.subprocess.Process] = []
+    start = asyncio.create_subprocess_exec
+
+    async def remember(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*arguments, **options)
+        found.append(process)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", remember)
+    return found
+
+
+async def test_children_end_when_their_parent_is_killed(tmp_path: Path, tiny_moe: Path) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        PARENT,
+        str(tmp_path),
+        str(tiny_moe / "model-Q8_0.gguf"),
+        stdout=asyncio.subprocess.PIPE,
+        stdin=asyncio.subprocess.DEVNULL,
+    )
+    assert parent.stdout is not None
+    async with asyncio.timeout(60):
+        pids = json.loads(await parent.stdout.readline())
+    assert all(map(is_running, pids))
+    parent.send_signal(signal.SIGKILL)
+    await parent.wait()
+    await wait_gone(*pids)
+
+
+async def test_a_peer_comes_back_as_itself_and_leaving_ends_every_child(tmp_path: Path, tiny_moe: Path) -> None:
+    options = ("--model", str(tiny_moe / "model-Q8_0.gguf"), "--layers", "0-1")
+    async with LocalSwarm(tmp_path) as swarm:
+        await swarm.add_peers(2, 4, *options)
+        first, second = swarm.peers
+        assert [peer.ready["experts"] for peer in swarm.peers] == [
+            "experts 0-1 of layers 0-1",
+            "experts 2-3 of layers 0-1",
+        ]
+        assert first.ready["node"] != second.ready["node"]
+        await first.kill()
+        assert not first.is_running
+        again = await swarm.restart(first)
+        assert again.ready["node"] == first.ready["node"]
+        assert again.ready["experts"] == first.ready["experts"]
+        assert again.pid != first.pid
+        assert swarm.peers == [again, second]
+        assert swarm.relay is not None
+        children = [again, second, swarm.relay]
+    assert [child.process.returncode for child in children] == [0, 0, 0], "each left by itself"
+
+
+async def test_a_child_that_fails_says_why_and_the_others_stay(tmp_path: Path, tiny_moe: Path) -> None:
+    options = ("--model", str(tiny_moe / "model-Q8_0.gguf"), "--layers", "0")
+    async with LocalSwarm(tmp_path) as swarm:
+        with pytest.raises(ProcessFailed, match=r"peer0 did not get ready: .*no such experts: got 40"):
+            await swarm.add_peer([40], *options)
+        assert swarm.peers == []
+        with pytest.raises(ProcessFailed, match=r"did not get ready: .*cannot plant a fault"):
+            await swarm.add_peers(2, 4, *options, faulty=("--plant-fault", "0:3"))
+        (left,) = swarm.peers
+        assert left.is_running, "it is known, so leaving ends it"
+    assert left.process.returncode == 0
+
+
+async def test_a_child_that_is_late_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[asyncio.subprocess.Process]
+) -> None:
+    monkeypatch.setattr(processes, "READY_TIMEOUT_S", 0.01)
+    with pytest.raises(ProcessFailed, match="relay did not get ready: it printed nothing"):
+        async with LocalSwarm(tmp_path):
+            pytest.fail("it must not get ready")
+    (process,) = started
+    assert process.returncode == -signal.SIGKILL
+
+
+async def test_giving_up_a_start_ends_the_child(tmp_path: Path, started: list[asyncio.subprocess.Process]) -> None:
+    task = asyncio.create_task(LocalSwarm(tmp_path).__aenter__())
+    while not started:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    (process,) = started
+    assert process.returncode == -signal.SIGKILL
