@@ -62,7 +62,7 @@ class Compute:
         self.stats.compute_s += ended - started
         self.stats.queue_s += started - arrived
         return m.Result(
-            form=dispatch.result_form,
+            codec=dispatch.result_codec,
             rows=rows,
             compute_us=round((ended - started) * 1e6),
             queue_us=round((started - arrived) * 1e6),

@@ -185,7 +185,9 @@ class PeerDaemon:
             layer, expert = self._config.fault
             if (layer, expert) not in self._experts:
                 raise UserError(f"cannot plant a fault: layer {layer}, expert {expert} is not in this slice")
-            ffn.flip_byte(layer, expert, manifest.spec.block_size_bytes(layer) // 2)
+            # In the middle of the first plane, which is the down projection's: no requantisation comes after it that could
+            # hide the change.
+            ffn.flip_byte(layer, expert, manifest.spec.expert_tensors(layer)[0].expert_size_bytes // 2)
             logger.warning("one byte of layer %d, expert %d was changed on purpose", layer, expert)
         self._executor = ExpertExecutor(ffn, manifest.spec)
         self._compute = Compute(self._executor)

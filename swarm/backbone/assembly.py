@@ -51,7 +51,7 @@ class BackboneConfig:
     registry: tuple[RegistryAddress, ...]
     folders: Folders
     model_file: Path
-    wire: Wire = Wire(WireForm.F32, WireForm.F32)
+    wire: Wire = field(default_factory=lambda: Wire(WireForm.F32, WireForm.F32))
     host: str = "0.0.0.0"
     port: int = 0
     advertise: str | None = None

@@ -97,15 +97,19 @@ class _Bridge(ExpertBackend):
     ) -> LayerResult:
         """Start a dispatch; on the engine's thread. The dispatcher bounds its time, so waiting for it is bounded too."""
         with self._lock:
-            reason = self._end_reason or self._abort_reason
-            if reason is not None:
-                raise reason
+            if self._end_reason or self._abort_reason:
+                raise self.reason
             future = asyncio.run_coroutine_threadsafe(
                 self._dispatcher.dispatch(layer, x, topk_ids, topk_weights), self._loop
             )
             self._in_flight.add(future)
         future.add_done_callback(self._forget)
         return future
+
+    @property
+    def reason(self) -> SwarmError:
+        """Why the layers of the step under way are given up."""
+        return self._end_reason or self._abort_reason or ConnectionLost("a layer was cancelled")
 
     def enter(self, step: _Step) -> bool:
         """Take layers of this step from here on; False when its caller has given it up. Raises after `end`."""
@@ -224,6 +228,7 @@ class Engine:
             EngineError: llama.cpp failed; the KV cache is as it was before.
         """
         assert self._hook is not None
+        assert self._bridge is not None
         error: BaseException | None = None
         try:
             self.context.decode(tokens, first_position=first_position, logits=logits)
@@ -239,7 +244,7 @@ class Engine:
         if isinstance(error, SwarmError):
             raise error
         if isinstance(error, concurrent.futures.CancelledError):
-            raise ConnectionLost("the request was given up") from error
+            raise self._bridge.reason from error
         raise EngineError(f"a layer failed: {error!r}") from error
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from swarm.cli.options import (
     RegistryOption,
     ThreadsOption,
     UntilEofOption,
+    settle_advertise,
 )
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
@@ -62,6 +63,7 @@ def join(
     identity = Identity.load_or_create(folders.config / "join.key")
     wanted_experts = parse_index_set(experts)
     wanted_layers = parse_index_set(layers, "layers") if layers else None
+    advertised = settle_advertise(advertise)
     fault = _parse_fault(plant_fault) if plant_fault else None
     file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
     tame_openmp()
@@ -102,7 +104,7 @@ def join(
             model=None if file else model,
             host=host,
             port=port,
-            advertise=advertise,
+            advertise=advertised,
             n_threads=threads,
             exact_kernels=exact_kernels,
             fault=fault,

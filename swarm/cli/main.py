@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import tomllib
+from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -13,6 +15,7 @@ from swarm import __version__
 from swarm.cli.demo import demo
 from swarm.cli.join import join
 from swarm.cli.peers import peers
+from swarm.cli.plan import plan
 from swarm.cli.relay import relay
 from swarm.cli.runtime import err, set_up_logging
 from swarm.cli.serve import serve
@@ -35,6 +38,7 @@ app.command()(join)
 app.command()(serve)
 app.command()(relay)
 app.command()(peers)
+app.command()(plan)
 app.command()(split)
 app.command()(verify)
 
@@ -63,7 +67,13 @@ def main(
 
 
 def _defaults(path: Path | None) -> dict[str, Any]:
-    """Return option defaults from config.toml: top-level keys for every command, a table of a command's name for it."""
+    """Return option defaults from config.toml: top-level keys for every command, a table of a command's name for it.
+
+    Keys are the long options without their dashes: `registry`, `exact-kernels` or `exact_kernels`.
+
+    Raises:
+        UserError: a file that cannot be read, or that names an unknown command or option.
+    """
     file = path or Folders.from_environment().config / "config.toml"
     if not file.exists():
         if path is not None:
@@ -74,13 +84,37 @@ def _defaults(path: Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"cannot read {file}: {error}") from error
     shared = {key.replace("-", "_"): value for key, value in content.items() if not isinstance(value, dict)}
-    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
-    unknown = [key for key, value in content.items() if isinstance(value, dict) and key not in names]
+    options = _options_of_commands()
+    unknown = [key for key, value in content.items() if isinstance(value, dict) and key not in options]
     if unknown:
-        raise UserError(f"{file} has a table for an unknown command: {unknown[0]}; known are {', '.join(names)}")
+        raise UserError(f"{file} has a table for an unknown command: {unknown[0]}; known are {', '.join(options)}")
+    defaults: dict[str, Any] = {}
+    for name, known in options.items():
+        own = {key.replace("-", "_"): value for key, value in content.get(name, {}).items()}
+        _require_known(own, known, f"table {name} of {file}")
+        defaults[name] = {known[key]: value for key, value in (shared | own).items() if key in known}
+    _require_known(shared, {key for known in options.values() for key in known}, str(file))
+    return defaults
+
+
+def _options_of_commands() -> dict[str, dict[str, str]]:
+    """Return, for each command, what its long options are called in a file and in its signature."""
+    group = typer.main.get_group(app)
     return {
-        name: shared | {key.replace("-", "_"): value for key, value in content.get(name, {}).items()} for name in names
+        name: {
+            text.lstrip("-").replace("-", "_"): parameter.name or ""
+            for parameter in command.params
+            for text in parameter.opts
+            if not text.startswith("-") or text.startswith("--")
+        }
+        for name, command in group.commands.items()
     }
+
+
+def _require_known(given: Iterable[str], known: Container[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            raise UserError(f"{where} sets an unknown option: {key}; see `swarm COMMAND --help`")
 
 
 def run(*prefix: str) -> None:
@@ -90,11 +124,26 @@ def run(*prefix: str) -> None:
     """
     try:
         app(args=[*prefix, *sys.argv[1:]], prog_name="swarm")
-    except UserError as error:
-        err.print(f"swarm: {error}", style="red", markup=False, highlight=False)
-        sys.exit(2)
     except SwarmError as error:
-        err.print(f"swarm: {error}", style="red", markup=False, highlight=False)
-        sys.exit(1)
+        _fail(error)
+    except ExceptionGroup as group:  # of a task group whose task or body failed
+        _, others = group.split(SwarmError)
+        if others is not None:
+            raise
+        _fail(_first_leaf(group))
+    except asyncio.CancelledError:
+        sys.exit(128 + 15)  # SIGTERM, as run_async passes it on
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(128 + 2)
+
+
+def _fail(error: Exception) -> NoReturn:
+    line = "".join(character if character.isprintable() else " " for character in str(error))  # some of it is untrusted
+    err.print(f"swarm: {line}", style="red", markup=False, highlight=False)
+    sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+def _first_leaf(error: Exception) -> Exception:
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

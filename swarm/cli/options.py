@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swarm.registry.client import DEFAULT_REGISTRY
+from swarm.net.addresses import format_address, parse_address, resolve
 
 RegistryOption = Annotated[
     str,
@@ -16,7 +16,6 @@ RegistryOption = Annotated[
         envvar="SWARM_REGISTRY",
         metavar="NODES",
         help="Registry nodes: swarm://NODEID@host:port or host:port, comma list.",
-        show_default=DEFAULT_REGISTRY,
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
@@ -38,3 +37,8 @@ ExactKernelsOption = Annotated[
 ]
 UntilEofOption = Annotated[bool, typer.Option("--until-eof", hidden=True, help="Leave when standard input closes.")]
 ModelFileArgument = Annotated[Path, typer.Option("--model", metavar="FILE", help="GGUF file of the model.")]
+
+
+def settle_advertise(text: str | None) -> str | None:
+    """Return the address to announce in the form that records carry: an IP literal and a port. Raises UserError."""
+    return None if text is None else format_address(resolve(parse_address(text)))

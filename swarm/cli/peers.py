@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from swarm.cli.options import JsonOption, RegistryOption
 from swarm.cli.registries import settle_registries
@@ -19,11 +20,12 @@ from swarm.net.addresses import parse_address
 from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
 from swarm.registry.client import DEFAULT_REGISTRY, RegistryAddress, RegistryClient
-from swarm.registry.records import ExpertAnnouncement, ModelOffer
+from swarm.registry.records import MAX_PAIRS, ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
 
 ASK_TIMEOUT_S = 2.0
 MAX_ASKED_AT_ONCE = 32
+SHOWN_STATUS: dict[str, type | tuple[type, ...]] = {"n_assignments": int, "version": str, "uptime_s": (int, float)}
 
 
 def peers(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
@@ -60,13 +62,14 @@ async def _report(registry: str) -> dict[str, Any]:
             holder for holder, each in zip(holders, shown, strict=True) if holder.model == model and each["up"]
         ]
         name = (model_offers or held)[0].model_name
+        offer = next((offer for offer in model_offers if _is_plausible(offer)), None)
         models.append(
             {
                 "id": str(model),
                 "name": f"{name}@{model.short}",
                 "backbones": [str(offer.node) for offer in model_offers],
                 "peers": of_model,
-                "missing": _missing(model_offers[0], reachable) if model_offers else None,
+                "missing": _missing(offer, reachable) if offer else None,
             }
         )
     return {"models": models}
@@ -89,10 +92,15 @@ async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore)
         status = json.loads(answer.data)
         shown |= {"up": True, "rtt_s": connection.rtt_s}
         if isinstance(status, dict):
-            shown |= {key: status[key] for key in ("n_assignments", "version", "uptime_s") if key in status}
-    except (SwarmError, ValueError) as error:
+            shown |= {key: status[key] for key, kind in SHOWN_STATUS.items() if isinstance(status.get(key), kind)}
+    except (SwarmError, ValueError, RecursionError) as error:  # the status is untrusted JSON
         shown["error"] = str(error)
     return shown
+
+
+def _is_plausible(offer: ModelOffer) -> bool:
+    """Return whether an offer's layers and experts can be listed: it is untrusted, and may speak of billions."""
+    return len(parse_index_set(offer.moe_layers, "layers")) * offer.n_expert <= MAX_PAIRS
 
 
 def _missing(offer: ModelOffer, holders: list[ExpertAnnouncement]) -> dict[str, str]:
@@ -107,7 +115,7 @@ def _missing(offer: ModelOffer, holders: list[ExpertAnnouncement]) -> dict[str, 
 
 
 def _print_model(model: dict[str, Any]) -> None:
-    table = Table(title=model["name"], title_justify="left")
+    table = Table(title=Text(model["name"]), title_justify="left")
     for column in ("peer", "address", "experts", "layers", "round trip", "assignments", "state"):
         table.add_column(column)
     for peer in model["peers"]:
@@ -115,12 +123,12 @@ def _print_model(model: dict[str, Any]) -> None:
             rtt = peer.get("rtt_s")
             table.add_row(
                 peer["node"][:8],
-                peer["addresses"][0],
+                Text(peer["addresses"][0]),  # as text: brackets would be read as markup
                 experts,
                 layers,
                 "" if rtt is None else f"{rtt * 1000:.1f} ms",
                 str(peer.get("n_assignments", "")),
-                "up" if peer["up"] else f"down: {peer.get('error', '')}",
+                Text("up" if peer["up"] else f"down: {peer.get('error', '')}"),
             )
     out.print(table)
     if model["missing"] is None:

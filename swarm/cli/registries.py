@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import typer
 
-from swarm.errors import NetworkError, UserError
+from swarm.errors import NetworkError, RemoteProtocolError, UserError
 from swarm.files import Folders, write_atomically
 from swarm.identity import Identity
 from swarm.ids import NodeId
-from swarm.net.addresses import format_address, resolve
+from swarm.net.addresses import SocketAddress, format_address, resolve
 from swarm.net.endpoint import Endpoint
 from swarm.registry.client import RegistryAddress, parse_registry
 
@@ -31,11 +31,17 @@ class KnownRegistries:
         self._path = path
         self._nodes: dict[str, NodeId] = {}
         if path.exists():
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+            except OSError as error:
+                raise UserError(f"cannot read {path}: {error.strerror}") from error
+            for number, line in enumerate(lines, 1):
                 words = line.split()
-                if len(words) != 2:
-                    raise UserError(f"{path}, line {number}: got {line!r}, expected host:port NODEID")
-                self._nodes[words[0]] = NodeId.parse(words[1])
+                try:
+                    where, node = words
+                    self._nodes[where] = NodeId.parse(node)
+                except (ValueError, UserError) as error:
+                    raise UserError(f"{path}, line {number}: got {line!r}, expected host:port NODEID") from error
 
     def get(self, where: str) -> NodeId | None:
         """Return the node remembered for `host:port`."""
@@ -49,8 +55,19 @@ class KnownRegistries:
         write_atomically(self._path, text.encode())
 
 
+async def _ask_id(address: SocketAddress) -> NodeId:
+    """Return which node listens there; raises NetworkError or RemoteProtocolError."""
+    async with Endpoint(Identity.generate()) as endpoint:
+        connection = await endpoint.dial(address, expected=None)
+        return connection.remote
+
+
 async def settle_registries(
-    text: str, folders: Folders, *, confirm: Callable[[str], bool] = _confirm
+    text: str,
+    folders: Folders,
+    *,
+    confirm: Callable[[str], bool] = _confirm,
+    ask_id: Callable[[SocketAddress], Awaitable[NodeId]] = _ask_id,
 ) -> tuple[RegistryAddress, ...]:
     """Return the registry nodes that `text` names, each with the node it must be.
 
@@ -69,18 +86,12 @@ async def settle_registries(
             where = format_address(entry.address)
             node = known.get(where)
             if node is None:
-                node = await _ask_id(address, where)
+                try:
+                    node = await ask_id(address)
+                except (NetworkError, RemoteProtocolError) as error:
+                    raise UserError(f"no registry answers at {where}: {error}") from error
                 if not confirm(f"The registry at {where} is node {node}. Trust it from now on?"):
                     raise UserError(f"registry at {where} is not known; give it as swarm://{node}@{where} to trust it")
                 known.add(where, node)
         settled.append(RegistryAddress(address=address, node=node))
     return tuple(settled)
-
-
-async def _ask_id(address: tuple[str, int], where: str) -> NodeId:
-    try:
-        async with Endpoint(Identity.generate()) as endpoint:
-            connection = await endpoint.dial(address, expected=None)
-            return connection.remote
-    except NetworkError as error:
-        raise UserError(f"no registry answers at {where}: {error}") from error

@@ -87,13 +87,16 @@ def run_daemon(main: Coroutine[Any, Any, None], *, until_eof: bool) -> None:
         pass
 
 
-def _on_eof(loop: asyncio.AbstractEventLoop, action: Callable[[], Any]) -> None:
+def _on_eof(loop: asyncio.AbstractEventLoop, action: Callable[[], Any], fd: int = 0) -> None:
+    """Call `action` on the loop once the file descriptor (standard input) is at its end."""
+
     def wait() -> None:
+        # Not by sys.stdin: a thread that holds its lock when the process ends makes Python abort.
         try:
-            while sys.stdin.buffer.read(4096):
+            while os.read(fd, 4096):
                 pass
-        except (OSError, ValueError):
-            pass
+        except OSError:
+            pass  # not even open
         try:
             loop.call_soon_threadsafe(action)
         except RuntimeError:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,11 +27,31 @@ from swarm.errors import (
 from swarm.ids import ModelId, NodeId
 from swarm.model.spec import ModelSpec
 from swarm.wire import messages as m
-from swarm.wire.rows import Wire, WireForm
+from swarm.wire.rows import RowCodec, Wire, back_codec, out_codec, row_bytes
 
 # Longest wait for one batch. A dead peer is noticed far earlier, by silence (swarm.wire.session.LOST_AFTER_S); this
 # bounds a peer that lives but does not finish. Guessed: 512 rows of a large model on a slow CPU.
 BATCH_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpan:
+    """One layer's dispatch, stage by stage; nanoseconds of `time.monotonic_ns`.
+
+    Attributes:
+        began_ns, planned_ns, returned_ns, ended_ns: the call; batches packed, about to leave; all answers there; combined.
+        compute_s, queue_s: at the peer that computed longest; what peers say of themselves, so it may be wrong.
+    """
+
+    layer: int
+    n_tokens: int
+    n_destinations: int
+    began_ns: int
+    planned_ns: int
+    returned_ns: int
+    ended_ns: int
+    compute_s: float
+    queue_s: float
 
 
 @dataclass(slots=True)
@@ -54,7 +75,11 @@ class Dispatcher:
         self._spec = spec
         self._holders = holders
         self.wire = wire
+        self._codec_back = back_codec(wire.back)
+        self._codec_out: dict[int, RowCodec] = {}  # layer -> codec
         self.stats = DispatchStats()
+        self.on_layer: Callable[[LayerSpan], None] | None = None
+        """Told of each layer that succeeded; for benchmarks."""
 
     async def dispatch(
         self,
@@ -72,34 +97,53 @@ class Dispatcher:
         Raises:
             ExpertUnavailable: some experts have no live holder, or theirs failed.
         """
-        started = time.perf_counter()
+        began_ns = time.monotonic_ns()
         n_tokens, n_used = topk_ids.shape
         placement = self._holders.placement
         batches = plan_dispatch(topk_ids, topk_weights, placement.owner_of(layer), placement.destinations)
         if isinstance(batches, MissingExperts):
             raise ExpertUnavailable(layer, batches.experts, "no live peer holds them")
+        planned_ns = time.monotonic_ns()
         try:
             async with asyncio.TaskGroup() as group:  # one failure ends the layer: the other answers are of no use
                 tasks = [group.create_task(self._batch(layer, x, batch)) for batch in batches]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise first from first.__cause__
-        parts = [(batch, task.result()) for batch, task in zip(batches, tasks, strict=True)]
-        if self.wire.back is WireForm.EXACT:
+        returned_ns = time.monotonic_ns()
+        results = [task.result() for task in tasks]
+        parts = [(batch, result.rows) for batch, result in zip(batches, results, strict=True)]
+        if self._codec_back is RowCodec.EXACT:
             combined = combine_exact(n_tokens, n_used, self._spec.n_embd, parts, topk_weights)
         else:
             combined = combine_partial(n_tokens, n_used, self._spec.n_embd, parts)
-        self._count(n_tokens, batches, parts, time.perf_counter() - started)
+        ended_ns = time.monotonic_ns()
+        self._count(layer, n_tokens, parts, (ended_ns - began_ns) / 1e9)
+        if self.on_layer is not None:
+            slowest = max(results, key=lambda result: result.compute_us)
+            self.on_layer(
+                LayerSpan(
+                    layer=layer,
+                    n_tokens=n_tokens,
+                    n_destinations=len(batches),
+                    began_ns=began_ns,
+                    planned_ns=planned_ns,
+                    returned_ns=returned_ns,
+                    ended_ns=ended_ns,
+                    compute_s=slowest.compute_us / 1e6,
+                    queue_s=slowest.queue_us / 1e6,
+                )
+            )
         return combined
 
-    async def _batch(self, layer: int, x: npt.NDArray[np.float32], batch: Batch) -> npt.NDArray[np.float32]:
-        """Return a peer's rows for one batch; any failure marks the peer down and raises ExpertUnavailable."""
-        is_exact = self.wire.back is WireForm.EXACT
+    async def _batch(self, layer: int, x: npt.NDArray[np.float32], batch: Batch) -> m.Result:
+        """Return a peer's answer to one batch; any failure marks the peer down and raises ExpertUnavailable."""
+        is_exact = self._codec_back is RowCodec.EXACT
         message = m.Dispatch(
             model_tag=self._model_tag,
             layer=layer,
-            rows_form=self.wire.out,
-            result_form=self.wire.back,
+            rows_codec=self._rows_codec(layer),
+            result_codec=self._codec_back,
             row_counts=batch.row_counts,
             expert_ids=batch.expert_ids,
             weights=None if is_exact else batch.weights,
@@ -111,13 +155,14 @@ class Dispatcher:
             result = await connection.request(message, timeout_s=BATCH_TIMEOUT_S)
             assert isinstance(result, m.Result)  # the session checks an answer's type
             expected = (batch.n_pairs if is_exact else batch.n_rows, x.shape[1])
-            if result.form is not self.wire.back or result.rows.shape != expected:
+            if result.codec is not self._codec_back or result.rows.shape != expected:
                 error = RemoteProtocolError(
-                    f"wrong answer of peer {peer.short}: got {result.form} {result.rows.shape}, expected {expected}"
+                    f"wrong answer of peer {peer.short}: got {result.codec.name} {result.rows.shape}, "
+                    f"expected {self._codec_back.name} {expected}"
                 )
                 connection.close(error)
                 raise error
-            return result.rows
+            return result
         except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
             # A late or refusing peer is as useless to this request as a dead one, but a busy one is not dead.
             is_busy = isinstance(error, Overloaded) or (
@@ -129,16 +174,26 @@ class Dispatcher:
             kind = "late" if isinstance(error, DeadlineExceeded) else "failed"
             raise ExpertUnavailable(layer, experts, f"peer {peer.short} {kind}: {error}") from error
 
+    def _rows_codec(self, layer: int) -> RowCodec:
+        """Return how this layer's rows go out: x meets the gate and up weights, so their types decide."""
+        codec = self._codec_out.get(layer)
+        if codec is None:
+            types = (tensor.ggml_type for tensor in self._spec.expert_tensors(layer) if tensor.kind != "down")
+            codec = self._codec_out[layer] = out_codec(self.wire.out, self._spec.n_embd, types)
+        return codec
+
     def _count(
-        self, n_tokens: int, batches: list[Batch], parts: list[tuple[Batch, npt.NDArray[np.float32]]], wait_s: float
+        self, layer: int, n_tokens: int, parts: list[tuple[Batch, npt.NDArray[np.float32]]], wait_s: float
     ) -> None:
         stats = self.stats
         stats.n_round_trips += 1
         stats.n_token_layers += n_tokens
         stats.wait_s += wait_s
-        has_weights = self.wire.back is not WireForm.EXACT
+        pair_bytes = 2 if self._codec_back is RowCodec.EXACT else 6  # the expert's id, and its weight
+        out_bytes = 1 + row_bytes(self._spec.n_embd, self._rows_codec(layer))  # how many pairs, and the row
+        back_bytes = row_bytes(self._spec.n_embd, self._codec_back)
         for batch, rows in parts:
             stats.n_assignments += batch.n_pairs
-            stats.bytes_out += batch.n_rows * (4 * rows.shape[1] + 1) + batch.n_pairs * (6 if has_weights else 2)
-            stats.bytes_back += rows.nbytes
+            stats.bytes_out += batch.n_rows * out_bytes + batch.n_pairs * pair_bytes
+            stats.bytes_back += len(rows) * back_bytes
             stats.assignments[batch.destination] = stats.assignments.get(batch.destination, 0) + batch.n_pairs

@@ -139,7 +139,6 @@ class Holders:
         }  # first, so that a flood of new names pushes out nobody in use
         for record in listed:
             former = self._announced.get(record.node)
-
             known[record.node] = former if former is not None and former.seq > record.seq else record  # no replays
         if len(known) > MAX_HOLDERS:
             logger.debug("%d peers are announced, considering %d", len(known), MAX_HOLDERS)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from swarm.backbone.assembly import RunningBackbone
 from swarm.backbone.stock import StockModel
 from swarm.errors import NetworkError, SwarmError
+from swarm.gate.statistics import FormStatistics, StockWindow
 from swarm.wire import messages as m
 
 PROMPT_LENGTHS = (1, 37, 300)
@@ -97,11 +98,13 @@ async def compare(
     prompt_tokens: Sequence[int],
     progress: Callable[[int, int], None],
     prompt_lengths: Sequence[int] = PROMPT_LENGTHS,
+    statistics: FormStatistics | None = None,
 ) -> VerifyReport:
     """Return how the swarm's logits compare with stock llama.cpp's.
 
     Args:
         prompt_tokens: at least as many as the longest prompt; shorter prompts take their beginning.
+        statistics: gets every row that is compared.
 
     Raises:
         ExpertUnavailable, EngineError: the swarm or llama.cpp failed.
@@ -121,6 +124,8 @@ async def compare(
             ours = await _swarm_logits(running, tokens, position)
             theirs = stock.logits(tokens, position)
             prompt_report.add(position, ours, theirs)
+            if statistics is not None:
+                statistics.add(ours, StockWindow.of(theirs))
             position += len(tokens)
             tokens = [int(theirs[-1].argmax())]
             n_done += len(ours)
@@ -152,6 +157,6 @@ async def _count_assignments(running: RunningBackbone) -> dict[str, int]:
             answer = await connection.request(m.GetStatus(), timeout_s=STATUS_TIMEOUT_S)
             assert isinstance(answer, m.Status)  # the session checks an answer's type
             counts[str(node)] = int(json.loads(answer.data)["n_assignments"])
-        except (SwarmError, ValueError, KeyError, TypeError) as error:
+        except (SwarmError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise NetworkError(f"peer {node.short} does not tell its counters: {error}") from error
     return counts

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.errors import NetworkError, RemoteProtocolError, RemoteRefused, SwarmError, UserError
+from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError, RemoteRefused, SwarmError, UserError
 from swarm.ids import ModelId, NodeId
 from swarm.net.addresses import SocketAddress, format_address, parse_address
 from swarm.net.connection import Connection
@@ -143,9 +143,7 @@ class RegistryClient:
         error: SwarmError | None = None
         for outcome in outcomes:
             if isinstance(outcome, SwarmError):
-                if not isinstance(
-                    error, RemoteRefused
-                ):  # what a living node says is worth more than a dead one's silence
+                if not isinstance(error, RemoteRefused):  # a refusal says more than a dead node's silence
                     error = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -158,6 +156,14 @@ class RegistryClient:
         raise self._unreachable(error)
 
     async def _ask(self, node: RegistryAddress, request: m.Request) -> m.Response:
+        known = self._connections.get(node)
+        connection = await self._connection(node)
+        try:
+            return await connection.request(request, timeout_s=REQUEST_TIMEOUT_S)
+        except ConnectionLost:
+            if connection is not known:
+                raise
+        # A registry that was restarted shows only now. Asking and telling may be repeated: the same record changes nothing.
         connection = await self._connection(node)
         return await connection.request(request, timeout_s=REQUEST_TIMEOUT_S)
 

@@ -49,6 +49,7 @@ MAX_WIRE_VERSION = 255
 MAX_PAIRS = (
     131_072  # (layer, expert) pairs a record may name; guessed: 128 layers x 1,024 experts, above any known model
 )
+MAX_LAYERS = 1024  # as in swarm.model.spec; 350 bytes must not name 65,536 layers, each with a set of its own
 MAX_N_EMBD = 1 << 20  # guessed: far above any known model
 
 _DOMAIN = b"swarm record 1\0"
@@ -135,7 +136,9 @@ class ModelOffer:
         _check_range("n_expert_used", self.n_expert_used, 1, min(self.n_expert, 255))  # slots travel as u8
         _check_range("n_embd", self.n_embd, 1, MAX_N_EMBD)
         _check_range("size_bytes", self.size_bytes, 1, MAX_SEQ)
-        _parse_ranges(self.moe_layers, "moe_layers")
+        n_layers = sum(map(len, _parse_ranges(self.moe_layers, "moe_layers")))
+        _check_range("number of layers", n_layers, 1, MAX_LAYERS)
+        _check_range("number of (layer, expert) pairs", n_layers * self.n_expert, 1, MAX_PAIRS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,11 +285,13 @@ def _parse_ranges(text: str, what: str) -> list[range]:
 def _expert_set(groups: Iterable[Any]) -> ExpertSet:
     """Return the set that untrusted [[layers, experts], ...] writes; counted before anything is expanded."""
     parsed: list[tuple[list[range], list[range]]] = []
-    n_pairs = 0
+    n_pairs = n_layers = 0
     for group in groups:
         if not (isinstance(group, list) and len(group) == 2 and all(isinstance(text, str) for text in group)):
             _refuse("bad group of experts: expected a pair of range texts")
         layers, experts = _parse_ranges(group[0], "layers"), _parse_ranges(group[1], "experts")
+        n_layers += sum(map(len, layers))
+        _check_range("number of layers", n_layers, 1, MAX_LAYERS)
         n_pairs += sum(map(len, layers)) * sum(map(len, experts))
         _check_range("number of (layer, expert) pairs", n_pairs, 1, MAX_PAIRS)
         parsed.append((layers, experts))

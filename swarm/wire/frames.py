@@ -7,10 +7,10 @@
     0x02  HELLO         32 node id, versions, 64 signature
     0x03  WELCOME       u16 version
     0x04  REFUSAL       u16 code, text detail
-    0x10  DISPATCH      8 model tag, u16 layer, u8 form of the rows, u8 form wanted back, u32 D, u32 N, u32 P,
+    0x10  DISPATCH      8 model tag, u16 layer, u8 codec of the rows, u8 codec wanted back, u32 D, u32 N, u32 P,
                         N x u8 pairs of each row, P x u16 expert id, P x f32 weight (absent if exact is wanted back),
                         N rows
-    0x11  RESULT        u8 form, 3 zero, u32 rows, u32 D, u32 compute us, u32 queue us, rows
+    0x11  RESULT        u8 codec, 3 zero, u32 rows, u32 D, u32 compute us, u32 queue us, rows
     0x20  ANNOUNCE      signed record
     0x21  ACCEPTED      u8 is new (0 or 1), u64 highest seq
     0x22  LOOKUP        32 model id, or nothing: which models are there?
@@ -40,7 +40,7 @@ import numpy.typing as npt
 from swarm.errors import LocalProtocolError, RemoteProtocolError
 from swarm.ids import MAX_INDEX, ModelId, NodeId
 from swarm.wire import messages as m
-from swarm.wire.rows import WireForm, decode_rows, encode_rows
+from swarm.wire.rows import RowCodec, decode_rows, encode_rows
 
 HEADER = struct.Struct("<BI")
 IGNORABLE_FROM = 0x80
@@ -226,33 +226,33 @@ def _text(text: str) -> bytes:
 
 def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
     n_rows, n_embd = d.rows.shape
-    head = _DISPATCH.pack(d.model_tag, d.layer, d.rows_form.code, d.result_form.code, n_embd, n_rows, len(d.expert_ids))
+    head = _DISPATCH.pack(d.model_tag, d.layer, d.rows_codec, d.result_codec, n_embd, n_rows, len(d.expert_ids))
     parts = [head, d.row_counts.astype("u1").tobytes(), d.expert_ids.astype("<u2").tobytes()]
     if d.weights is not None:
         parts.append(d.weights.astype("<f4").tobytes())
-    parts.append(encode_rows(d.rows, d.rows_form))
+    parts.append(encode_rows(d.rows, d.rows_codec))
     return parts
 
 
 def _decode_dispatch(r: _Reader) -> m.Dispatch:
     head = _DISPATCH.unpack(r.take(_DISPATCH.size))
-    tag, layer, rows_code, result_code, n_embd, n_rows, n_pairs = head
-    rows_form, result_form = WireForm.from_code(rows_code), WireForm.from_code(result_code)
+    tag, layer, code_out, code_back, n_embd, n_rows, n_pairs = head
+    rows_codec, result_codec = RowCodec.from_code(code_out), RowCodec.from_code(code_back)
     if not n_rows or not n_embd or not n_rows <= n_pairs <= n_rows * 255:
         raise RemoteProtocolError(f"DISPATCH counts do not fit: got {n_rows} rows of {n_embd}, {n_pairs} pairs")
     row_counts = r.array("u1", n_rows).astype(np.uint8, copy=False)
     expert_ids = r.array("<u2", n_pairs).astype(np.uint16, copy=False)
     weights = None
-    if result_form is not WireForm.EXACT:
+    if result_codec is not RowCodec.EXACT:
         weights = r.array("<f4", n_pairs).astype(np.float32, copy=False)
     if not row_counts.all() or int(row_counts.sum(dtype=np.int64)) != n_pairs:
         raise RemoteProtocolError(f"DISPATCH row counts do not add up: expected {n_pairs} pairs, each row at least one")
-    rows = decode_rows(r.take(r.n_left), n_rows, n_embd, rows_form)
+    rows = decode_rows(r.take(r.n_left), n_rows, n_embd, rows_codec)
     return m.Dispatch(
         model_tag=bytes(tag),
         layer=layer,
-        rows_form=rows_form,
-        result_form=result_form,
+        rows_codec=rows_codec,
+        result_codec=result_codec,
         row_counts=row_counts,
         expert_ids=expert_ids,
         weights=weights,
@@ -263,15 +263,15 @@ def _decode_dispatch(r: _Reader) -> m.Dispatch:
 def _encode_result(result: m.Result) -> list[bytes]:
     n_rows, n_embd = result.rows.shape
     cap = (1 << 32) - 1
-    head = _RESULT.pack(result.form.code, n_rows, n_embd, min(result.compute_us, cap), min(result.queue_us, cap))
-    return [head, encode_rows(result.rows, result.form)]
+    head = _RESULT.pack(result.codec, n_rows, n_embd, min(result.compute_us, cap), min(result.queue_us, cap))
+    return [head, encode_rows(result.rows, result.codec)]
 
 
 def _decode_result(r: _Reader) -> m.Result:
     code, n_rows, n_embd, compute_us, queue_us = r.unpack(_RESULT)
-    form = WireForm.from_code(code)
-    rows = decode_rows(r.take(r.n_left), n_rows, n_embd, form)
-    return m.Result(form=form, rows=rows, compute_us=compute_us, queue_us=queue_us)
+    codec = RowCodec.from_code(code)
+    rows = decode_rows(r.take(r.n_left), n_rows, n_embd, codec)
+    return m.Result(codec=codec, rows=rows, compute_us=compute_us, queue_us=queue_us)
 
 
 def _encode_records(records: m.Records) -> list[bytes]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.ids import ModelId, NodeId
-from swarm.wire.rows import WireForm
+from swarm.wire.rows import RowCodec
 
 MODEL_TAG_BYTES = 8  # enough to tell the models of one peer apart; the link itself is authenticated
 
@@ -81,18 +81,18 @@ class Dispatch:
     Attributes:
         model_tag: the first 8 bytes of the model id.
         layer: the N of `blk.N`.
-        rows_form: how `rows` travels; `result_form` how the answer is wanted: `exact` asks for raw per-expert rows,
-            every other form for weighted partial sums.
+        rows_codec: how `rows` travels; `result_codec` how the answer is wanted: EXACT asks for raw per-expert rows,
+            every other codec for weighted partial sums.
         row_counts: [N] uint8, pairs of each row, at least 1.
         expert_ids: [P] uint16, global ids, in row order; P = sum of row_counts.
-        weights: [P] float32, or None with result_form `exact`, whose weighting the backbone does.
+        weights: [P] float32, or None with result_codec EXACT, whose weighting the backbone does.
         rows: [N, D] float32.
     """
 
     model_tag: bytes
     layer: int
-    rows_form: WireForm
-    result_form: WireForm
+    rows_codec: RowCodec
+    result_codec: RowCodec
     row_counts: npt.NDArray[np.uint8]
     expert_ids: npt.NDArray[np.uint16]
     weights: npt.NDArray[np.float32] | None
@@ -101,13 +101,13 @@ class Dispatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Result:
-    """A peer's answer: raw rows [P, D] (form `exact`) or partial sums [N, D], float32, with what it spent on them.
+    """A peer's answer: raw rows [P, D] (codec EXACT) or partial sums [N, D], float32, with what it spent on them.
 
     Attributes:
         compute_us, queue_us: microseconds in the experts' compute and in the peer's queue before it.
     """
 
-    form: WireForm
+    codec: RowCodec
     rows: npt.NDArray[np.float32]
     compute_us: int
     queue_us: int

@@ -27,8 +27,9 @@ from swarm.wire.frames import (
     frame_type_of,
     printable,
 )
-from swarm.wire.rows import WireForm
+from swarm.wire.rows import RowCodec, decode_rows, encode_rows
 
+LOSSLESS = (RowCodec.EXACT, RowCodec.F32)
 COUNT_32 = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
 NODE = NodeId(bytes.fromhex(COUNT_32))
 MODEL = ModelId(bytes.fromhex(COUNT_32))
@@ -39,8 +40,8 @@ def f32_dispatch() -> m.Dispatch:
     return m.Dispatch(
         model_tag=bytes.fromhex("a1a2a3a4a5a6a7a8"),
         layer=3,
-        rows_form=WireForm.F32,
-        result_form=WireForm.F32,
+        rows_codec=RowCodec.F32,
+        result_codec=RowCodec.F32,
         row_counts=np.array([1, 2], np.uint8),
         expert_ids=np.array([5, 6, 258], np.uint16),
         weights=np.array([1.0, 0.25, 0.75], np.float32),
@@ -52,8 +53,8 @@ def exact_dispatch() -> m.Dispatch:
     return m.Dispatch(
         model_tag=bytes.fromhex("a1a2a3a4a5a6a7a8"),
         layer=260,
-        rows_form=WireForm.EXACT,
-        result_form=WireForm.EXACT,
+        rows_codec=RowCodec.EXACT,
+        result_codec=RowCodec.EXACT,
         row_counts=np.array([2], np.uint8),
         expert_ids=np.array([7, 65535], np.uint16),
         weights=None,
@@ -83,8 +84,25 @@ GOLDEN: dict[str, tuple[m.Message, str]] = {
         exact_dispatch(),
         "10 25000000 a1a2a3a4a5a6a7a8 0401 00 00 02000000 01000000 02000000 02 0700 ffff 0000803f 000020c0",
     ),
+    "dispatch q8": (
+        m.Dispatch(
+            model_tag=bytes.fromhex("a1a2a3a4a5a6a7a8"),
+            layer=3,
+            rows_codec=RowCodec.Q8_0,
+            result_codec=RowCodec.INT8,
+            row_counts=np.array([1], np.uint8),
+            expert_ids=np.array([5], np.uint16),
+            weights=np.array([0.5], np.float32),
+            rows=np.array([[127, -2, *[0] * 30]], np.float32),
+        ),
+        "10 41000000 a1a2a3a4a5a6a7a8 0300 04 06 20000000 01000000 01000000 01 0500 0000003f 003c 7ffe" + "00" * 30,
+    ),
+    "result fp8": (
+        m.Result(codec=RowCodec.FP8, rows=np.array([[448, -1]], np.float32), compute_us=1000, queue_us=2),
+        "11 18000000 07 000000 01000000 02000000 e8030000 02000000 803f 7eb8",
+    ),
     "result": (
-        m.Result(form=WireForm.F32, rows=ROWS, compute_us=1000, queue_us=2),
+        m.Result(codec=RowCodec.F32, rows=ROWS, compute_us=1000, queue_us=2),
         "11 24000000 01 000000 02000000 02000000 e8030000 02000000 0000803f 000020c0 00000000 0000003f",
     ),
     "announce": (m.Announce(record=b"record"), "20 06000000 7265636f7264"),
@@ -153,16 +171,16 @@ def dispatches(draw: st.DrawFn) -> m.Dispatch:
     rows = draw(row_arrays())
     row_counts = draw(hnp.arrays(np.uint8, len(rows), elements=st.integers(1, 255)))
     n_pairs = int(row_counts.sum(dtype=int))
-    form = draw(st.sampled_from(WireForm))
+    codec = draw(st.sampled_from(LOSSLESS))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     return m.Dispatch(
         model_tag=draw(st.binary(min_size=8, max_size=8)),
         layer=draw(INDEX),
-        rows_form=draw(st.sampled_from(WireForm)),
-        result_form=form,
+        rows_codec=draw(st.sampled_from(LOSSLESS)),
+        result_codec=codec,
         row_counts=row_counts,
         expert_ids=rng.integers(0, 65536, n_pairs).astype(np.uint16),
-        weights=None if form is WireForm.EXACT else rng.random(n_pairs, np.float32),
+        weights=None if codec is RowCodec.EXACT else rng.random(n_pairs, np.float32),
         rows=rows,
     )
 
@@ -175,7 +193,7 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
     m.Welcome: st.builds(m.Welcome, version=INDEX),
     m.Refusal: st.builds(m.Refusal, code=INDEX, detail=TEXTS),
     m.Dispatch: dispatches(),
-    m.Result: st.builds(m.Result, form=st.sampled_from(WireForm), rows=row_arrays(), compute_us=U32, queue_us=U32),
+    m.Result: st.builds(m.Result, codec=st.sampled_from(LOSSLESS), rows=row_arrays(), compute_us=U32, queue_us=U32),
     m.Announce: st.builds(m.Announce, record=st.binary(max_size=300)),
     m.Accepted: st.builds(m.Accepted, is_new=st.booleans(), highest_seq=st.integers(0, 2**64 - 1)),
     m.Lookup: st.builds(m.Lookup, model_id=st.none() | MODELS),
@@ -199,6 +217,27 @@ def test_a_message_reads_back_as_it_was(message: m.Message) -> None:
     data = encode(message)
     assert len(data) - HEADER.size <= LIMITS[FRAME_TYPE_OF[type(message)]]
     assert_same(decode_frame(data), message)
+
+
+@pytest.mark.parametrize("codec", RowCodec)
+def test_rows_travel_as_their_codec_writes_them(codec: RowCodec) -> None:
+    rows = np.random.default_rng(9).standard_normal((3, 256)).astype(np.float32)
+    sent = m.Dispatch(
+        model_tag=bytes(8),
+        layer=1,
+        rows_codec=codec,
+        result_codec=RowCodec.F16,
+        row_counts=np.array([1, 1, 1], np.uint8),
+        expert_ids=np.array([1, 2, 3], np.uint16),
+        weights=np.ones(3, np.float32),
+        rows=rows,
+    )
+    expected = decode_rows(encode_rows(rows, codec), 3, 256, codec).tobytes()
+    for message in (sent, m.Result(codec=codec, rows=rows, compute_us=0, queue_us=0)):
+        back = decode_frame(encode(message))
+        assert isinstance(back, m.Dispatch | m.Result)
+        assert back.rows.tobytes() == expected
+        assert (back.rows_codec if isinstance(back, m.Dispatch) else back.codec) is codec
 
 
 # Damage

@@ -1,0 +1,211 @@
+"""The peer's line of dispatches: bounded, in order, and deaf to those who have left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from peer import compute
+from peer.compute import Compute
+from swarm.errors import EngineError, Overloaded, RemoteProtocolError
+from swarm.experts.executor import ExpertExecutor
+from swarm.experts.expert_ffn import ExpertFfn
+from swarm.ids import ExpertSet
+from swarm.wire import messages as m
+from swarm.wire.rows import RowCodec
+from tests.peer.conftest import N_EMBD as D
+from tests.peer.conftest import SmallModel, dispatch
+
+SLICE = ExpertSet.of([0, 1], [1, 2, 3])
+
+
+class FakeExecutor:
+    """Answers with zeros; the first call waits until it may end."""
+
+    def __init__(self) -> None:
+        self.layers: list[int] = []
+        self.threads: set[str] = set()
+        self.is_busy, self.may_end = threading.Event(), threading.Event()
+        self.error: Exception | None = None
+
+    def run(self, layer: int, x: npt.NDArray[np.float32], *_: object) -> npt.NDArray[np.float32]:
+        self.layers.append(layer)
+        self.threads.add(threading.current_thread().name)
+        self.is_busy.set()
+        assert self.may_end.wait(5)
+        if self.error is not None:
+            raise self.error
+        return np.zeros_like(x)
+
+
+@pytest.fixture
+def executor() -> FakeExecutor:
+    return FakeExecutor()
+
+
+@pytest.fixture
+def line(executor: FakeExecutor) -> Iterator[Compute]:
+    line = Compute(executor)  # type: ignore[arg-type]
+    yield line
+    executor.may_end.set()
+    line.close()
+
+
+@pytest.fixture(scope="module")
+def real_executor(small: SmallModel) -> Iterator[ExpertExecutor]:
+    with ExpertFfn(small.manifest.spec, SLICE) as ffn:
+        for layer, expert in SLICE:
+            ffn.load(layer, expert, small.source.read_block(layer, expert))
+        yield ExpertExecutor(ffn, small.manifest.spec)
+
+
+@pytest.fixture
+def real_line(real_executor: ExpertExecutor) -> Iterator[Compute]:
+    line = Compute(real_executor)
+    yield line
+    line.close()
+
+
+async def start(line: Compute, executor: FakeExecutor, n: int) -> list[asyncio.Task[m.Result]]:
+    """Put n dispatches in line, of layers 0, 1, ...; return once the first is being computed."""
+    tasks = [asyncio.create_task(line.run(dispatch(layer))) for layer in range(n)]
+    assert await asyncio.to_thread(executor.is_busy.wait, 5)
+    return tasks
+
+
+async def test_the_answer_is_the_executors_in_the_form_that_was_asked(
+    real_line: Compute, real_executor: ExpertExecutor
+) -> None:
+    asked = dispatch()
+    partial = await real_line.run(asked)
+    raw = await real_line.run(dispatch(result_codec=RowCodec.EXACT, weights=None))
+    assert (partial.codec, partial.rows.shape) == (RowCodec.F32, (2, D))
+    assert (raw.codec, raw.rows.shape) == (RowCodec.EXACT, (3, D))
+    np.testing.assert_array_equal(partial.rows, np.stack([raw.rows[0] * 0.5 + raw.rows[1] * 0.5, raw.rows[2] * 0.5]))
+    assert partial.compute_us > 0
+    assert real_line.stats.n_dispatches == 2
+    assert real_line.stats.n_rows == 4
+    assert real_line.stats.compute_s > 0
+    assert real_executor.assignments().total == 6
+
+
+async def test_dispatches_are_computed_in_the_order_they_came_by_one_thread(
+    line: Compute, executor: FakeExecutor
+) -> None:
+    tasks = await start(line, executor, 5)
+    assert line.n_in_line == 5
+    executor.may_end.set()
+    await asyncio.gather(*tasks)
+    assert executor.layers == [0, 1, 2, 3, 4]
+    assert len(executor.threads) == 1
+    assert line.n_in_line == 0
+    assert line.stats.n_dispatches == 5
+
+
+async def test_waiting_is_counted_apart_from_computing(line: Compute, executor: FakeExecutor) -> None:
+    tasks = await start(line, executor, 2)
+    assert line.n_in_line == 2
+    both_there = time.perf_counter()
+    await asyncio.to_thread(sum, range(100_000))  # something measurable
+    waited_us = int((time.perf_counter() - both_there) * 1e6)
+    executor.may_end.set()
+    first, second = await asyncio.gather(*tasks)
+    assert waited_us > 10
+    assert first.compute_us >= waited_us
+    assert second.queue_us >= waited_us
+    assert line.stats.queue_s >= waited_us / 1e6
+    assert line.stats.compute_s >= waited_us / 1e6
+
+
+async def test_a_full_line_refuses_and_takes_again_once_it_is_shorter(
+    line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "MAX_LINE", 3)
+    tasks = await start(line, executor, 3)
+    with pytest.raises(Overloaded, match="3 dispatches wait") as caught:
+        await line.run(dispatch(9))
+    assert caught.value.retry_after_s > 0
+    executor.may_end.set()
+    await asyncio.gather(*tasks)
+    await line.run(dispatch(7))
+    assert executor.layers == [0, 1, 2, 7]
+
+
+async def test_a_cancelled_dispatch_that_waits_is_not_computed(line: Compute, executor: FakeExecutor) -> None:
+    tasks = await start(line, executor, 3)
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    assert tasks[1].cancelled()
+    assert line.n_in_line == 2
+    executor.may_end.set()
+    await asyncio.gather(tasks[0], tasks[2])
+    assert executor.layers == [0, 2]
+    assert line.stats.n_dispatches == 2
+
+
+async def test_a_cancelled_dispatch_under_way_is_finished_for_nobody(line: Compute, executor: FakeExecutor) -> None:
+    (task,) = await start(line, executor, 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    executor.may_end.set()
+    await line.run(dispatch(1))
+    assert executor.layers == [0, 1]
+    assert line.stats.n_dispatches == 1
+
+
+async def test_a_failure_is_its_own_dispatchs_alone(line: Compute, executor: FakeExecutor) -> None:
+    executor.may_end.set()
+    executor.error = EngineError("ggml could not compute")
+    with pytest.raises(EngineError):
+        await line.run(dispatch())
+    assert (line.n_in_line, line.stats.n_dispatches) == (0, 0)
+    executor.error = None
+    await line.run(dispatch())
+    assert line.stats.n_dispatches == 1
+
+
+async def test_closing_finishes_what_is_under_way_and_drops_the_rest(line: Compute, executor: FakeExecutor) -> None:
+    tasks = await start(line, executor, 3)
+    executor.may_end.set()
+    await asyncio.to_thread(line.close)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert executor.layers[0] == 0
+    assert not tasks[0].cancelled()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": (1, 4)}, "layer 0, experts 4"),
+        ({"experts": (1, 6)}, "bad expert ids"),
+        ({"experts": (1, 65_535)}, "bad expert ids"),
+        ({"layer": 2}, "no such MoE layer: got 2"),
+        ({"rows": np.zeros((2, D - 1), np.float32)}, "bad rows"),
+        ({"rows": np.zeros((2, D + 1), np.float32)}, "bad rows"),
+        ({"rows": np.zeros((1, D), np.float32)}, "bad row counts"),
+        ({"row_counts": np.array([3, 0], np.uint8)}, "bad row counts"),
+        ({"row_counts": np.array([3, 3], np.uint8)}, "bad row counts"),
+        ({"row_counts": np.array([1, 1], np.uint8)}, "bad expert ids"),
+        ({"weights": np.array([0.5, np.nan, 0.5], np.float32)}, "bad weights"),
+        ({"weights": np.array([0.5, np.inf, 0.5], np.float32)}, "bad weights"),
+        ({"weights": np.array([0.5, 0.5], np.float32)}, "bad weights"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+async def test_a_dispatch_that_does_not_fit_the_slice_breaks_the_protocol(
+    real_line: Compute, real_executor: ExpertExecutor, fields: dict[str, Any], message: str
+) -> None:
+    before = real_executor.assignments().total
+    with pytest.raises(RemoteProtocolError, match=message):
+        await real_line.run(dispatch(**fields))
+    assert real_executor.assignments().total == before
+    assert (real_line.n_in_line, real_line.stats.n_dispatches) == (0, 0)
+    assert (await real_line.run(dispatch())).rows.shape == (2, D), "the peer goes on"

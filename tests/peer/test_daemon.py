@@ -1,0 +1,383 @@
+"""The volunteer's process without a socket: what it loads, announces, answers and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import pytest
+
+from peer import daemon, fetch
+from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
+from swarm.errors import IntegrityError, NetworkError, RemoteProtocolError, UserError
+from swarm.experts.expert_ffn import ExpertFfn
+from swarm.files import Folders
+from swarm.identity import Identity
+from swarm.ids import ExpertSet
+from swarm.model.block_store import BlockStore
+from swarm.model.manifest import manifest_of
+from swarm.net.addresses import parse_address
+from swarm.registry.client import RegistryAddress
+from swarm.registry.records import ExpertAnnouncement, RecordKind, SignedRecord, Withdrawal, verify
+from swarm.wire import messages as m
+from swarm.wire.session import WIRE_VERSIONS
+from tests.peer.conftest import FakeNetwork, SmallModel, dispatch, node
+
+IDENTITY = Identity.from_seed(bytes(range(32)))
+OUR_ADDRESS = "192.0.2.99:4000"
+
+
+class FakeEndpoint:
+    """An endpoint that nobody can reach but the test, by its handler."""
+
+    last: FakeEndpoint
+
+    def __init__(self, identity: Identity, **options: Any) -> None:
+        self.identity = identity
+        self.handler = options["handler"]
+        self.serves = options["serves"]
+        self.is_open = False
+        type(self).last = self
+
+    async def __aenter__(self) -> Self:
+        self.is_open = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.is_open = False
+
+    async def ask(self, request: m.Request) -> Any:
+        return await self.handler(None, request)
+
+
+class FakeRegistry:
+    """The registry's client over the fake network; keeps what is published."""
+
+    network: FakeNetwork
+    published: list[Any]
+    has_lost_us = False
+
+    def __init__(self, *_: object) -> None:
+        self.offers = self.network.offers
+
+    async def publish(self, signed: SignedRecord) -> int:
+        record = verify(signed)
+        self.published.append(record)
+        return record.seq
+
+    async def observed_address(self) -> str:
+        if self.has_lost_us and self.published:
+            raise NetworkError("no registry answers")
+        return OUR_ADDRESS
+
+
+class FakePool:
+    network: FakeNetwork
+
+    def __init__(self, _endpoint: object) -> None:
+        self.connect = self.network.connect
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch, network: FakeNetwork) -> None:
+    FakeRegistry.network = FakePool.network = network
+    FakeRegistry.published, FakeRegistry.has_lost_us = [], False
+    monkeypatch.setattr(daemon, "Endpoint", FakeEndpoint)
+    monkeypatch.setattr(daemon, "RegistryClient", FakeRegistry)
+    monkeypatch.setattr(daemon, "Pool", FakePool)
+    monkeypatch.setattr(fetch, "RETRY_S", 0.0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., PeerConfig]:
+    def make(**fields: Any) -> PeerConfig:
+        values: dict[str, Any] = {
+            "registry": (RegistryAddress(address=parse_address("127.0.0.1:7440"), node=None),),
+            "folders": Folders(tmp_path / "config", tmp_path / "state", tmp_path / "cache"),
+            "experts": frozenset({1, 2, 3}),
+        }
+        return PeerConfig(**values | fields)
+
+    return make
+
+
+@asynccontextmanager
+async def joined(config: PeerConfig, progress: Progress | None = None) -> AsyncIterator[tuple[PeerReady, FakeEndpoint]]:
+    """Run a peer until it is announced; stop it at the end."""
+    ready: asyncio.Future[PeerReady] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(PeerDaemon(config, IDENTITY, progress).run(ready.set_result))
+    waits: list[asyncio.Future[Any]] = [ready, task]
+    await asyncio.wait(waits, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    try:
+        yield ready.result(), FakeEndpoint.last
+    finally:
+        task.cancel()
+        await asyncio.wait([task], timeout=10)
+        assert task.cancelled(), task
+        assert not FakeEndpoint.last.is_open
+
+
+async def refused(config: PeerConfig) -> None:
+    """Run a peer that must not become ready; whatever ends it is raised."""
+    try:
+        async with asyncio.timeout(10):
+            await PeerDaemon(config, IDENTITY).run(lambda _: pytest.fail("it must not get ready"))
+    finally:
+        assert not FakeEndpoint.last.is_open
+
+
+def tagged(small: SmallModel, **fields: Any) -> m.Dispatch:
+    return dispatch(**({"model_tag": small.manifest.model_id.raw[:8]} | fields))
+
+
+# Joining
+
+
+async def test_a_peer_with_a_file_loads_its_slice_announces_it_and_leaves_with_a_withdrawal(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    async with joined(config(model_file=small.path, layers=frozenset({1}))) as (ready, _):
+        assert ready.node == str(IDENTITY.node_id)
+        assert ready.model == f"small@{small.manifest.model_id.short}"
+        assert ready.experts == "experts 1-3 of layers 1"
+        assert ready.address == OUR_ADDRESS
+        (record,) = FakeRegistry.published
+        assert isinstance(record, ExpertAnnouncement)
+        assert (record.node, record.model) == (IDENTITY.node_id, small.manifest.model_id)
+        assert record.experts == ExpertSet.of([1], [1, 2, 3])
+        assert (record.addresses, record.exact_kernels) == ((OUR_ADDRESS,), False)
+        assert record.wire_versions == WIRE_VERSIONS
+    last = FakeRegistry.published[-1]
+    assert isinstance(last, Withdrawal)
+    assert (last.withdraws, last.model) == (RecordKind.EXPERTS, small.manifest.model_id)
+    assert network.requests == [], "with a file nobody is asked for blocks"
+
+
+async def test_without_a_file_the_registrys_only_model_is_fetched(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    network.add(small, 1)
+    seen: dict[str, list[tuple[int, int]]] = {"fetching": [], "loading": []}
+
+    class Seen(Progress):
+        def fetching(self, n_done: int, n_total: int) -> None:
+            seen["fetching"].append((n_done, n_total))
+
+        def loading(self, n_done: int, n_total: int) -> None:
+            seen["loading"].append((n_done, n_total))
+
+    async with joined(config(), Seen()) as (ready, _):
+        assert ready.experts == "experts 1-3 of layers 0-1"
+        assert sorted(network.blocks_asked()) == [(layer, expert) for layer in (0, 1) for expert in (1, 2, 3)]
+    assert seen == {"fetching": [(n, 6) for n in range(7)], "loading": [(n, 6) for n in range(1, 7)]}
+    network.requests.clear()
+    async with joined(config()):
+        assert network.blocks_asked() == [], "the blocks are there already"
+
+
+async def test_the_advertised_address_replaces_the_observed_one(
+    small: SmallModel, config: Callable[..., PeerConfig]
+) -> None:
+    async with joined(config(model_file=small.path, advertise="198.51.100.4:9000")) as (ready, _):
+        assert ready.address == "198.51.100.4:9000"
+        assert FakeRegistry.published[0].addresses == ("198.51.100.4:9000",)
+
+
+async def test_exact_kernels_are_turned_on_before_the_library_is_loaded_and_announced(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(daemon, "use_exact_kernels", lambda: order.append("exact"))
+    monkeypatch.setattr(daemon, "load_library", lambda: order.append("load"))
+    async with joined(config(model_file=small.path, exact_kernels=True)):
+        assert order == ["exact", "load"]
+        assert FakeRegistry.published[0].exact_kernels is True
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"experts": frozenset({5, 6})}, r"no such experts: got 5-6, the model's are 0-5"),
+        ({"experts": frozenset()}, "no experts chosen"),
+        ({"layers": frozenset({0, 2})}, "layer 2 has no experts"),
+        ({"layers": frozenset()}, "no experts chosen"),
+    ],
+)
+@pytest.mark.parametrize("from_file", [True, False])
+async def test_experts_that_the_model_does_not_have_are_the_users_mistake(
+    small: SmallModel,
+    config: Callable[..., PeerConfig],
+    network: FakeNetwork,
+    fields: dict[str, Any],
+    message: str,
+    from_file: bool,
+) -> None:
+    network.add(small, 1)
+    with pytest.raises(UserError, match=message):
+        await refused(config(**fields, model_file=small.path if from_file else None))
+    assert FakeRegistry.published == []
+    assert network.blocks_asked() == [], "nothing is downloaded first"
+
+
+async def test_a_model_that_nobody_offers_is_the_users_mistake(config: Callable[..., PeerConfig]) -> None:
+    with pytest.raises(UserError, match="offers no model"):
+        await refused(config())
+
+
+async def test_a_registry_lost_right_after_the_announcement_is_a_network_error(
+    small: SmallModel, config: Callable[..., PeerConfig]
+) -> None:
+    FakeRegistry.has_lost_us = True
+    with pytest.raises(NetworkError, match="no registry answers"):
+        await refused(config(model_file=small.path))
+    assert isinstance(FakeRegistry.published[-1], Withdrawal)
+
+
+# Integrity
+
+
+async def test_a_file_that_changed_by_one_byte_since_it_was_hashed_is_refused_at_load(
+    small: SmallModel, config: Callable[..., PeerConfig], tmp_path: Path
+) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(small.path.read_bytes())
+    made = config(model_file=path)
+    manifest_of(path, made.folders.cache)  # known by path, size and time from here on
+    before = path.stat()
+    block = small.source.read_block(1, 2)
+    data = bytearray(path.read_bytes())
+    plane = block[: small.manifest.spec.expert_tensors(1)[0].expert_size_bytes]
+    assert data.count(plane) == 1
+    data[data.index(plane) + 77] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(IntegrityError, match="layer 1, expert 2 is damaged"):
+        await refused(made)
+    assert FakeRegistry.published == [], "nothing was announced"
+
+
+async def test_a_fetched_block_that_was_damaged_on_disk_is_refused_and_fetched_anew_the_next_time(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    network.add(small, 1)
+    made = config()
+    async with joined(made):
+        pass
+    FakeRegistry.published.clear()
+    path = BlockStore(made.folders.cache, small.manifest).folder / "blk.0.3"
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(IntegrityError, match="layer 0, expert 3 is damaged"):
+        await refused(made)
+    assert FakeRegistry.published == []
+    network.requests.clear()
+    async with joined(made):
+        assert network.blocks_asked() == [(0, 3)]
+
+
+async def test_a_lying_backbone_is_refused_at_fetch(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    honest = small.share()
+
+    async def lie(request: m.Request) -> m.Response:
+        response = await honest.answer(request)
+        return m.BlockBytes(data=bytes(len(response.data))) if isinstance(response, m.BlockBytes) else response
+
+    network.add(small, 1, lie)
+    with pytest.raises(IntegrityError):
+        await refused(config())
+    assert FakeRegistry.published == []
+
+
+async def test_a_planted_fault_changes_one_byte_after_the_check(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flipped: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(ExpertFfn, "flip_byte", lambda _self, *where: flipped.append(where))
+    async with joined(config(model_file=small.path, fault=(0, 2))):
+        pass
+    assert flipped == [(0, 2, small.manifest.spec.block_size_bytes(0) // 2)]
+    with pytest.raises(UserError, match="layer 0, expert 5 is not in this slice"):
+        await refused(config(model_file=small.path, fault=(0, 5)))
+
+
+# Answering
+
+
+async def test_a_dispatch_is_answered_and_counted(small: SmallModel, config: Callable[..., PeerConfig]) -> None:
+    async with joined(config(model_file=small.path)) as (_, endpoint):
+        assert set(endpoint.serves) == {m.Dispatch, m.GetStatus}
+        result = await endpoint.ask(tagged(small))
+        assert isinstance(result, m.Result)
+        assert result.rows.shape == (2, 64)
+        assert np.isfinite(result.rows).all()
+        assert result.rows.any()
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+    assert status["role"] == "peer"
+    assert status["model"] == str(small.manifest.model_id)
+    assert status["experts"] == [["0-1", "1-3"]]
+    assert (status["n_dispatches"], status["n_rows"], status["n_assignments"]) == (1, 2, 3)
+    assert status["n_in_line"] == 0
+    assert status["compute_s"] > 0
+
+
+async def test_a_dispatch_of_another_model_is_not_found(small: SmallModel, config: Callable[..., PeerConfig]) -> None:
+    async with joined(config(model_file=small.path)) as (_, endpoint):
+        tag = bytearray(small.manifest.model_id.raw[:8])
+        tag[7] ^= 1
+        with pytest.raises(LookupError, match=f"serves model {small.manifest.model_id.short}"):
+            await endpoint.ask(tagged(small, model_tag=bytes(tag)))
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+    assert (status["n_dispatches"], status["n_assignments"]) == (0, 0)
+
+
+async def test_a_dispatch_to_an_expert_that_is_not_held_breaks_the_protocol(
+    small: SmallModel, config: Callable[..., PeerConfig]
+) -> None:
+    async with joined(config(model_file=small.path)) as (_, endpoint):
+        with pytest.raises(RemoteProtocolError, match="layer 0, experts 4"):
+            await endpoint.ask(tagged(small, experts=(1, 4)))
+
+
+async def test_anything_else_breaks_the_protocol(small: SmallModel, config: Callable[..., PeerConfig]) -> None:
+    async with joined(config(model_file=small.path)) as (_, endpoint):
+        with pytest.raises(RemoteProtocolError, match="not for a peer: got GetManifest"):
+            await endpoint.ask(m.GetManifest(model_id=small.manifest.model_id))
+
+
+async def test_while_it_loads_a_peer_tells_its_status_and_refuses_dispatches(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    honest, is_asked, may_answer = small.share(), asyncio.Event(), asyncio.Event()
+
+    async def slow(request: m.Request) -> m.Response:
+        is_asked.set()
+        await may_answer.wait()
+        return await honest.answer(request)
+
+    network.add(small, 1, slow)
+    task = asyncio.create_task(PeerDaemon(config(), IDENTITY).run(lambda _: None))
+    await asyncio.wait_for(is_asked.wait(), 10)
+    with pytest.raises(LookupError, match="still loading"):
+        await FakeEndpoint.last.ask(tagged(small))
+    status = json.loads((await FakeEndpoint.last.ask(m.GetStatus())).data)
+    assert status["model"] is None
+    assert "n_assignments" not in status
+    task.cancel()
+    await asyncio.wait([task], timeout=10)
+    assert task.cancelled()
+    assert FakeRegistry.published == []
+    assert [to for to, _ in network.requests] == [node(1)]

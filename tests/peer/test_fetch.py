@@ -1,0 +1,344 @@
+"""Getting a slice from others: who is asked for what, what is believed, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer import fetch
+from peer.fetch import SliceFetcher, choose_model, fetch_manifest
+from swarm.errors import ConnectionLost, IntegrityError, NetworkError, Overloaded, RemoteProtocolError, UserError
+from swarm.ids import ExpertSet, ModelId
+from swarm.model.block_store import BlockStore
+from swarm.wire import messages as m
+from tests.peer.conftest import Answer, FakeNetwork, SmallModel, node, offer, wait_until
+
+A, B = ModelId(bytes.fromhex("abcd" + "11" * 30)), ModelId(bytes.fromhex("abce" + "22" * 30))
+WANTED = ExpertSet.of([0, 1], [1, 2, 5])
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch, "RETRY_S", 0.0)
+
+
+# Which model
+
+
+def test_the_only_model_needs_no_name() -> None:
+    offers = [offer(A, 1), offer(A, 2)]
+    assert choose_model(offers, None) == (A, offers)
+
+
+@pytest.mark.parametrize("wanted", ["one", f"one@{A.short}", str(A), str(A)[:4], A.short])
+def test_a_model_is_found_by_name_and_by_the_beginning_of_its_id(wanted: str) -> None:
+    one, two = offer(A, 1, model_name="one"), offer(B, 2, model_name="two")
+    assert choose_model([two, one], wanted) == (A, [one])
+
+
+@pytest.mark.parametrize("wanted", ["three", f"one@{B.short}", "abc", "ONE", "one@", str(A)[1:], "cd11"])
+def test_another_name_finds_nothing_and_is_said(wanted: str) -> None:
+    with pytest.raises(UserError, match=re.escape(f"no model {wanted!r}")):
+        choose_model([offer(A, 1, model_name="one"), offer(B, 2, model_name="two")], wanted)
+
+
+def test_several_models_are_listed_to_choose_from() -> None:
+    offers = [offer(A, 1, model_name="one"), offer(B, 2, model_name="two"), offer(A, 3, model_name="one")]
+    with pytest.raises(UserError, match=f"several models fit, .*: one@{A.short}, two@{B.short}$"):
+        choose_model(offers, None)
+
+
+def test_a_name_that_two_models_have_does_not_choose_between_them() -> None:
+    with pytest.raises(UserError, match="several models fit"):
+        choose_model([offer(A, 1), offer(B, 2)], "small")
+    assert choose_model([offer(A, 1), offer(B, 2)], f"small@{B.short}")[0] == B
+
+
+def test_an_offer_without_blocks_is_no_source() -> None:
+    bare = offer(B, 2, offers_blocks=False)
+    assert choose_model([bare, offer(A, 1)], None) == (A, [offer(A, 1)])
+    with pytest.raises(UserError, match="offers no model yet"):
+        choose_model([bare], None)
+
+
+def test_no_model_at_all_says_what_to_do() -> None:
+    with pytest.raises(UserError, match="swarm serve"):
+        choose_model([], None)
+
+
+# The manifest
+
+
+def lying_manifest(change: Callable[[bytes], bytes], small: SmallModel) -> Answer:
+    honest = small.share()
+
+    async def answer(request: m.Request) -> m.Response:
+        response = await honest.answer(request)
+        return m.ManifestBytes(data=change(response.data)) if isinstance(response, m.ManifestBytes) else response
+
+    return answer
+
+
+async def test_the_manifest_comes_from_the_first_who_gives_the_right_one(
+    network: FakeNetwork, small: SmallModel
+) -> None:
+    network.add(small, 1, lying_manifest(lambda data: data.replace(b'"n_layers":2', b'"n_layers":3'), small))
+    network.add(small, 2)
+    network.add(small, 3)
+    assert network.listed
+    manifest = await fetch_manifest(network, small.manifest.model_id, network.listed)  # type: ignore[arg-type]
+    assert manifest == small.manifest
+    assert [to for to, _ in network.requests] == [node(1), node(2)]
+
+
+@pytest.mark.parametrize(
+    "change", [lambda data: b"", lambda data: data[:-1], lambda data: data + b" ", lambda data: b"[" * 1000]
+)
+async def test_a_manifest_that_is_not_the_models_is_refused(
+    network: FakeNetwork, small: SmallModel, change: Callable[[bytes], bytes]
+) -> None:
+    network.add(small, 1, lying_manifest(change, small))
+    with pytest.raises(NetworkError, match=f"nobody gives the manifest.*node {node(1).short}"):
+        await fetch_manifest(network, small.manifest.model_id, network.listed or [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error", [NetworkError("gone"), RemoteProtocolError("bad frame"), LookupError("not here"), Overloaded("busy")]
+)
+async def test_a_node_that_fails_is_passed_over(network: FakeNetwork, small: SmallModel, error: Exception) -> None:
+    async def fail(_request: m.Request) -> m.Response:
+        raise error
+
+    network.add(small, 1, fail)
+    unreachable = network.add(small, 2)
+    del network.nodes[unreachable.node]
+    network.add(small, 3)
+    manifest = await fetch_manifest(network, small.manifest.model_id, network.listed or [])  # type: ignore[arg-type]
+    assert manifest == small.manifest
+
+
+# Blocks
+
+
+def fetcher(network: FakeNetwork, store: BlockStore, progress: Any = lambda *_: None) -> SliceFetcher:
+    return SliceFetcher(network, network, store, progress)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def store(tmp_path: Path, small: SmallModel) -> BlockStore:
+    return BlockStore(tmp_path, small.manifest)
+
+
+def flipping(small: SmallModel, layer: int, expert: int, *, at: int = 100) -> Answer:
+    """Return an answer in which one byte of one block is flipped."""
+    honest = small.share()
+
+    async def answer(request: m.Request) -> m.Response:
+        response = await honest.answer(request)
+        if isinstance(request, m.GetBlock) and (request.layer, request.expert) == (layer, expert):
+            assert isinstance(response, m.BlockBytes)
+            data = bytearray(response.data)
+            data[at] ^= 1
+            return m.BlockBytes(data=bytes(data))
+        return response
+
+    return answer
+
+
+async def test_each_block_is_one_request_and_is_kept(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    seen: list[tuple[int, int]] = []
+    await fetcher(network, store, lambda done, total: seen.append((done, total))).fetch(WANTED)
+    assert Counter(network.blocks_asked()) == Counter(iter(WANTED))
+    assert store.experts == WANTED
+    for layer, expert in WANTED:
+        assert store.read_block(layer, expert) == small.source.read_block(layer, expert)
+    assert seen == [(n, 6) for n in range(7)]
+    assert network.n_lookups == 1, "the registry is not asked for each block"
+
+
+async def test_few_blocks_are_under_way_at_a_time(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:
+    honest, n_now, n_most = small.share(), 0, 0
+
+    async def answer(request: m.Request) -> m.Response:
+        nonlocal n_now, n_most
+        n_now += 1
+        n_most = max(n_most, n_now)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        n_now -= 1
+        return await honest.answer(request)
+
+    network.add(small, 1, answer)
+    await fetcher(network, store).fetch(small.manifest.spec.all_experts)
+    assert n_most == fetch.N_PARALLEL
+
+
+async def test_a_block_with_one_flipped_byte_is_refused_by_name_and_not_kept(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1, flipping(small, 1, 2))
+    with pytest.raises(IntegrityError, match="layer 1, expert 2 is damaged"):
+        await fetcher(network, store).fetch(WANTED)
+    assert not store.has(1, 2)
+    assert not [path for path in store.folder.iterdir() if "1.2" in path.name]
+    for layer, expert in store.experts:  # whatever else was kept is right
+        assert store.read_block(layer, expert) == small.source.read_block(layer, expert)
+
+
+@pytest.mark.parametrize("cut", [b"", b"x", "longer"])
+async def test_a_block_of_a_wrong_length_is_refused(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, cut: bytes | str
+) -> None:
+    async def answer(request: m.Request) -> m.Response:
+        assert isinstance(request, m.GetBlock)
+        whole = small.source.read_block(request.layer, request.expert)
+        return m.BlockBytes(data=whole + b"x" if isinstance(cut, str) else cut)
+
+    network.add(small, 1, answer)
+    with pytest.raises(IntegrityError, match="layer 0, expert 1 has a wrong length"):
+        await fetcher(network, store).fetch(ExpertSet.of([0], [1]))
+    assert not len(store.experts)
+
+
+async def test_another_experts_block_is_refused(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:
+    async def answer(request: m.Request) -> m.Response:
+        assert isinstance(request, m.GetBlock)
+        return m.BlockBytes(data=small.source.read_block(request.layer, (request.expert + 1) % 6))
+
+    network.add(small, 1, answer)
+    with pytest.raises(IntegrityError):
+        await fetcher(network, store).fetch(WANTED)
+    assert not len(store.experts)
+
+
+async def test_an_honest_second_node_is_used_instead(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1, flipping(small, 0, 5))
+    network.add(small, 2)
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+    assert network.blocks_asked(2) == [(0, 5)], "only what the first got wrong"
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionLost("gone"), RemoteProtocolError("bad"), LookupError("no"), Overloaded("")]
+)
+async def test_a_node_that_fails_on_a_block_is_replaced(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, error: Exception
+) -> None:
+    async def fail(_request: m.Request) -> m.Response:
+        raise error
+
+    network.add(small, 1, fail)
+    network.add(small, 2)
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+
+
+async def test_a_download_that_was_cut_goes_on_where_it_stopped(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, tmp_path: Path
+) -> None:
+    honest = small.share()
+
+    async def first_layer(request: m.Request) -> m.Response:
+        assert isinstance(request, m.GetBlock)
+        if request.layer == 0:
+            return await honest.answer(request)
+        await wait_until(lambda: len(store.experts) == 3)
+        raise ConnectionLost("the network is gone")
+
+    network.add(small, 1, first_layer)
+    with pytest.raises(NetworkError, match=r"nobody gives layer 1, expert \d: the network is gone"):
+        await fetcher(network, store).fetch(WANTED)
+    kept = set(store.experts)
+    assert kept == {(0, 1), (0, 2), (0, 5)}
+    network.requests.clear()
+    network.nodes[node(1)] = honest.answer
+    again = BlockStore(tmp_path, small.manifest)  # as after a restart
+    seen: list[int] = []
+    await fetcher(network, again, lambda done, _total: seen.append(done)).fetch(WANTED)
+    assert Counter(network.blocks_asked()) == Counter(set(WANTED) - kept)
+    assert again.experts == WANTED
+    assert seen == [3, 4, 5, 6]
+
+
+async def test_nobody_is_asked_when_nothing_is_missing(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    for layer, expert in WANTED:
+        store.add(layer, expert, small.source.read_block(layer, expert))
+    network.listed = None
+    await fetcher(network, store).fetch(WANTED)
+    assert (network.n_lookups, network.requests) == (0, [])
+
+
+async def test_a_node_that_comes_while_others_fail_is_found(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    async def fail(_request: m.Request) -> m.Response:
+        if len(network.nodes) == 1:
+            network.add(small, 2)
+        raise ConnectionLost("gone")
+
+    network.add(small, 1, fail)
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+
+
+async def test_a_registry_that_goes_away_does_not_end_a_download(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    honest, failed = small.share(), set()
+
+    async def fails_once(request: m.Request) -> m.Response:
+        network.listed = None
+        if request not in failed:
+            failed.add(request)
+            raise ConnectionLost("a hiccup")
+        return await honest.answer(request)
+
+    network.add(small, 1, fails_once)
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+
+
+async def test_who_offers_no_blocks_is_not_asked_for_them(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.listed = [offer(small.manifest, 1, offers_blocks=False)]
+    network.nodes[node(1)] = small.share().answer
+    with pytest.raises(NetworkError, match="no offer left"):
+        await fetcher(network, store).fetch(WANTED)
+    assert network.requests == []
+
+
+async def test_one_block_nobody_gives_ends_the_rest(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:
+    network.add(small, 1, flipping(small, 0, 0))
+    with pytest.raises(IntegrityError):
+        await fetcher(network, store).fetch(small.manifest.spec.all_experts)
+    n_asked = len(network.requests)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(network.requests) == n_asked
+
+
+async def test_a_disk_that_takes_no_block_is_said(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "add", full)
+    network.add(small, 1)
+    with pytest.raises(UserError, match=r"cannot keep blocks in .*: No space left on device"):
+        await fetcher(network, store).fetch(WANTED)

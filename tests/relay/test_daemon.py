@@ -1,0 +1,193 @@
+"""The relay's daemon carries a registry, sweeps it, and says how others reach it. Its endpoint is a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import TracebackType
+from typing import Any, Self
+
+import pytest
+
+import relay.daemon
+from relay.daemon import EXPIRE_S, RelayConfig, RelayDaemon, RelayReady
+from swarm import __version__
+from swarm.errors import IdentityMismatch, UserError
+from swarm.identity import Identity
+from swarm.ids import ExpertSet, ModelId
+from swarm.registry.client import parse_registry
+from swarm.registry.records import ExpertAnnouncement, SignedRecord, sign
+from swarm.wire import messages as m
+from tests import virtual_time
+from tests.virtual_time import now
+
+R, A, B = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
+MODEL = ModelId(b"m" * 32)
+
+
+def announcement(identity: Identity, *, ttl_s: int = 60) -> SignedRecord:
+    record = ExpertAnnouncement(
+        node=identity.node_id,
+        seq=1,
+        ttl_s=ttl_s,
+        model=MODEL,
+        model_name="tiny",
+        experts=ExpertSet.of([0], range(4)),
+        addresses=("127.0.0.1:1",),
+        exact_kernels=True,
+        wire_versions=(1,),
+    )
+    return sign(record, identity)
+
+
+class BoundEndpoint:
+    """An endpoint that binds whatever it is told to, and remembers what it was made with."""
+
+    made: list[BoundEndpoint]
+    error: Exception | None = None
+
+    def __init__(self, identity: Identity, **options: Any) -> None:
+        self.identity, self.options = identity, options
+        self.is_open = False
+        self.made.append(self)
+
+    async def __aenter__(self) -> Self:
+        if self.error is not None:
+            raise self.error
+        self.is_open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.is_open = False
+
+    @property
+    def port(self) -> int:
+        assert self.is_open
+        return int(self.options["port"] or 50_123)
+
+
+@pytest.fixture
+def endpoints(monkeypatch: pytest.MonkeyPatch) -> list[BoundEndpoint]:
+    made: list[BoundEndpoint] = []
+    monkeypatch.setattr(BoundEndpoint, "made", made, raising=False)
+    monkeypatch.setattr(relay.daemon, "Endpoint", BoundEndpoint)
+    return made
+
+
+def ready_line(config: RelayConfig) -> RelayReady:
+    """Return what a relay says once it is bound."""
+
+    async def main() -> RelayReady:
+        ready: asyncio.Future[RelayReady] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(RelayDaemon(config, R).run(ready.set_result))
+        found = await ready
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return found
+
+    return virtual_time.run(main())
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "shown"),
+    [
+        ("0.0.0.0", 7440, "127.0.0.1:7440"),
+        ("127.0.0.1", 0, "127.0.0.1:50123"),
+        ("192.0.2.1", 9, "192.0.2.1:9"),
+        ("::", 7440, "[::1]:7440"),
+        ("2001:db8::1", 7440, "[2001:db8::1]:7440"),
+    ],
+)
+def test_once_bound_it_says_how_others_reach_it(
+    endpoints: list[BoundEndpoint], host: str, port: int, shown: str
+) -> None:
+    ready = ready_line(RelayConfig(host=host, port=port))
+    assert (ready.node, ready.address) == (str(R.node_id), shown)
+    (found,) = parse_registry(ready.registry)
+    assert found.node == R.node_id
+    assert str(found) == ready.registry == f"swarm://{R.node_id}@{shown}"
+    (endpoint,) = endpoints
+    assert (endpoint.options["host"], endpoint.options["port"]) == (host, port)
+    assert endpoint.identity is R
+    assert not endpoint.is_open, "cancelled, it leaves nothing open"
+
+
+def test_it_serves_the_registry_and_its_status_and_nothing_else(endpoints: list[BoundEndpoint]) -> None:
+    ready_line(RelayConfig())
+    assert set(endpoints[0].options["serves"]) == {m.Announce, m.Lookup, m.GetStatus}
+
+
+def test_a_port_that_is_taken_is_said_before_it_is_ready(
+    endpoints: list[BoundEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundEndpoint, "error", UserError("cannot use UDP 0.0.0.0:7440"))
+
+    async def main() -> None:
+        with pytest.raises(UserError, match="cannot use UDP"):
+            await RelayDaemon(RelayConfig(), R).run(lambda ready: pytest.fail("it is not ready"))
+
+    virtual_time.run(main())
+
+
+def test_leases_end_and_are_swept_without_a_request(endpoints: list[BoundEndpoint]) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(RelayConfig(), R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        daemon.answer(A.node_id, m.Announce(record=announcement(A, ttl_s=12).to_bytes()))
+        await asyncio.sleep(11)
+        assert status_of(daemon)["n_records"] == 1
+        await asyncio.sleep(1 + EXPIRE_S)
+        assert status_of(daemon)["n_records"] == 0
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())
+
+
+def status_of(daemon: RelayDaemon) -> dict[str, Any]:
+    answer = daemon.answer(B.node_id, m.GetStatus())
+    assert isinstance(answer, m.Status)
+    status = json.loads(answer.data)
+    assert isinstance(status, dict)
+    return status
+
+
+def test_the_handler_asks_in_the_name_of_the_node_that_the_connection_proved(endpoints: list[BoundEndpoint]) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(RelayConfig(), R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        await asyncio.sleep(0)
+        handler = endpoints[0].options["handler"]
+
+        class From:
+            def __init__(self, identity: Identity) -> None:
+                self.remote = identity.node_id
+
+        request = m.Announce(record=announcement(A).to_bytes())
+        with pytest.raises(IdentityMismatch):
+            await handler(From(B), request)
+        assert await handler(From(A), request) == m.Accepted(is_new=True, highest_seq=1)
+        answer = await handler(From(B), m.Lookup(model_id=MODEL))
+        assert answer.records == ((60_000, announcement(A).to_bytes()),)
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())
+
+
+def test_its_status_counts_records_and_seconds() -> None:
+    seconds = 100.0
+    daemon = RelayDaemon(RelayConfig(), R, now=lambda: seconds)
+    signed = announcement(A)
+    daemon.answer(A.node_id, m.Announce(record=signed.to_bytes()))
+    seconds = 142.5
+    assert status_of(daemon) == {
+        "role": "relay",
+        "version": __version__,
+        "uptime_s": 42.5,
+        "n_records": 1,
+        "record_bytes": signed.size_bytes,
+    }

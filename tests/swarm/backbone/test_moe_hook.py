@@ -1,0 +1,212 @@
+"""The hook in a real llama.cpp graph, with experts in this process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+from collections.abc import Callable, Iterator
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from swarm.backbone.moe_hook import MoeHook
+from swarm.errors import EngineError, ExpertUnavailable
+from swarm.native.ggml import tensor_name
+from swarm.native.llama import LlamaContext, LlamaModel
+from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
+
+TOKENS = np.random.default_rng(3).integers(1, 500, 37).tolist()
+Callback = Callable[[int, bool], bool]
+
+
+class Hooked:
+    """A hooked context over a backbone file."""
+
+    def __init__(self, context: LlamaContext, hook: MoeHook, experts: LocalExperts) -> None:
+        self.context = context
+        self.hook = hook
+        self.experts = experts
+
+    def decode(self, tokens: list[int], position: int = 0) -> npt.NDArray[np.float32]:
+        self.context.decode(tokens, first_position=position, logits="all")
+        return self.context.all_logits()
+
+
+@contextlib.contextmanager
+def hooked(
+    model: SplitModel,
+    experts: LocalExperts,
+    *,
+    moe_layers: tuple[int, ...] | None = None,
+    n_ubatch: int = 64,
+    wrap: Callable[[Callback], Callback] = lambda hook: hook,
+) -> Iterator[Hooked]:
+    hook = MoeHook(moe_layers or model.spec.moe_layers, experts)
+    with (
+        LlamaModel(model.backbone) as llama,
+        LlamaContext(llama, n_ctx=128, n_batch=64, n_ubatch=n_ubatch, n_threads=1, eval_callback=wrap(hook)) as context,
+    ):
+        yield Hooked(context, hook, experts)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M", "qwen2moe", "qwen3moe"])
+def test_the_choice_is_the_routers_by_plain_numpy(open_model: Callable[[str], SplitModel], name: str) -> None:
+    model = open_model(name)
+    experts = LocalExperts(model)
+    with hooked(model, experts) as run:
+        run.decode(TOKENS)
+        assert run.hook.take_error() is None
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(model.file).tensors}
+    assert [call.layer for call in experts.calls] == list(model.spec.moe_layers)
+    n_clear = 0
+    for call in experts.calls:
+        assert call.x.shape == (37, model.spec.n_embd)
+        assert call.ids.shape == call.weights.shape == (37, model.spec.n_expert_used)
+        router = tensors[f"blk.{call.layer}.ffn_gate_inp.weight"].data  # [E, D], float32
+        logits = call.x.astype(np.float64) @ router.astype(np.float64).T  # [T, E]
+        probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+        probs /= probs.sum(axis=1, keepdims=True)
+        order = np.argsort(-probs, axis=1)[:, : model.spec.n_expert_used + 1]  # [T, K+1]
+        gaps = -np.diff(np.take_along_axis(logits, order, axis=1), axis=1)  # [T, K], of neighbours in rank
+        clear = (gaps > 1e-4).all(axis=1)  # float32 may order nearer ones otherwise
+        n_clear += int(clear.sum())
+        np.testing.assert_array_equal(call.ids[clear], order[clear, :-1])
+        weights = np.take_along_axis(probs, call.ids.astype(np.int64), axis=1)
+        if model.spec.architecture == "qwen3moe":  # its weights are made to add up to one
+            weights /= weights.sum(axis=1, keepdims=True)
+        np.testing.assert_allclose(call.weights, weights, rtol=1e-4)
+    assert n_clear > 0.95 * 37 * len(experts.calls)
+
+
+def test_only_the_rows_whose_logits_are_wanted_reach_the_last_layer(tiny: SplitModel, experts: LocalExperts) -> None:
+    with hooked(tiny, experts) as run:
+        run.context.decode(TOKENS, first_position=0, logits="last")
+        assert run.hook.take_error() is None
+    assert [len(call.x) for call in experts.calls] == [37] * 5 + [1]
+
+
+@pytest.mark.parametrize("logits", ["last", "none"])
+def test_a_graph_whose_last_layer_has_no_rows_dispatches_nothing_there(
+    tiny: SplitModel, experts: LocalExperts, logits: str
+) -> None:
+    with hooked(tiny, experts, n_ubatch=16) as run:
+        run.context.decode(TOKENS, first_position=0, logits=logits)  # type: ignore[arg-type]
+        assert run.hook.take_error() is None
+    seen = [(call.layer, len(call.x)) for call in experts.calls]
+    expected = [(layer, n) for n in (16, 16, 5) for layer in range(5)]
+    assert seen == expected + ([(5, 1)] if logits == "last" else [])
+
+
+def test_a_batch_above_n_ubatch_is_computed_as_several_graphs(tiny: SplitModel, experts: LocalExperts) -> None:
+    with hooked(tiny, experts, n_ubatch=16) as run:
+        cut = run.decode(TOKENS)
+        assert run.hook.take_error() is None
+        seen = [(call.layer, len(call.x)) for call in experts.calls]
+        assert seen == [(layer, n) for n in (16, 16, 5) for layer in range(6)]
+    with hooked(tiny, experts) as run:
+        whole = run.decode(TOKENS)
+    np.testing.assert_allclose(cut, whole, rtol=0, atol=0.2)  # other batch sizes take other kernels
+    assert (cut.argmax(axis=1) == whole.argmax(axis=1)).mean() > 0.9
+
+
+@pytest.mark.parametrize("where", ["at_begin", "at_result"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        ExpertUnavailable(3, (4, 5), "no live peer holds them"),
+        KeyError("layer"),
+        concurrent.futures.CancelledError(),
+    ],
+    ids=["unavailable", "wrong type", "cancelled"],
+)
+def test_the_first_failure_is_kept_and_nobody_is_asked_any_more(
+    tiny: SplitModel, experts: LocalExperts, where: str, error: Exception
+) -> None:
+    def fail(number: int) -> None:
+        if number >= 3:
+            raise error
+
+    with hooked(tiny, experts) as run:
+        expected = run.decode(TOKENS)
+        run.context.clear()
+        experts.reset()
+        setattr(experts, where, fail)
+        run.context.decode(TOKENS, first_position=0, logits="all")
+        assert [call.layer for call in experts.calls] == [0, 1, 2, 3]
+        assert run.hook.take_error() is error
+        assert run.hook.take_error() is None
+        assert run.context.take_callback_error() is None
+        # The next step starts clean, and gives the bits it would have given.
+        run.context.clear()
+        experts.reset()
+        np.testing.assert_array_equal(run.decode(TOKENS).view(np.uint32), expected.view(np.uint32))
+        assert run.hook.take_error() is None
+
+
+def test_a_failure_lasts_through_the_other_graphs_of_the_batch(tiny: SplitModel, experts: LocalExperts) -> None:
+    error = ExpertUnavailable(0, (1,), "gone")
+
+    def fail(_number: int) -> None:
+        raise error
+
+    experts.at_result = fail
+    with hooked(tiny, experts, n_ubatch=16) as run:
+        run.context.decode(TOKENS, first_position=0, logits="all")
+        assert len(experts.calls) == 1
+        assert run.hook.take_error() is error
+
+
+def test_an_interrupt_in_a_wait_does_not_reach_llama_cpp(tiny: SplitModel, experts: LocalExperts) -> None:
+    def fail(number: int) -> None:
+        if number == 2:
+            raise KeyboardInterrupt
+
+    experts.at_result = fail
+    with hooked(tiny, experts) as run:
+        run.context.decode(TOKENS, first_position=0, logits="last")
+        assert isinstance(run.hook.take_error(), KeyboardInterrupt)
+        assert run.context.take_callback_error() is None
+
+
+def test_an_answer_of_a_wrong_size_is_an_error_of_that_step(tiny: SplitModel, experts: LocalExperts) -> None:
+    compute = experts.compute
+    experts.compute = lambda layer, *rest: compute(layer, *rest)[:-1]  # type: ignore[method-assign]
+    try:
+        with hooked(tiny, experts) as run:
+            run.context.decode(TOKENS, first_position=0, logits="all")
+            with pytest.raises(EngineError, match="ffn_moe_out-0"):
+                raise run.hook.take_error() or AssertionError
+            assert run.context.take_callback_error() is None
+    finally:
+        del experts.compute
+
+
+def test_a_layer_that_the_spec_does_not_have_is_an_error(tiny: SplitModel, experts: LocalExperts) -> None:
+    with hooked(tiny, experts, moe_layers=(0, 1, 2)) as run:
+        run.context.decode(TOKENS, first_position=0, logits="all")
+        assert [call.layer for call in experts.calls] == [0, 1, 2]
+        with pytest.raises(EngineError, match="layer 3 is not as the model's spec says"):
+            raise run.hook.take_error() or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("ffn_moe_out", r"no ffn_moe_out for layers \[0, 1, 2, 3, 4, 5\]"),
+        ("ffn_moe_up", "nothing was dispatched for layer 0"),
+        ("ffn_moe_weights", "layer 0 is not as the model's spec says"),
+    ],
+)
+def test_a_graph_without_a_node_the_hook_needs_is_an_error(
+    tiny: SplitModel, experts: LocalExperts, missing: str, message: str
+) -> None:
+    def without(hook: Callback) -> Callback:
+        return lambda tensor, ask: not ask if tensor_name(tensor).startswith(missing) else hook(tensor, ask)
+
+    with hooked(tiny, experts, wrap=without) as run:
+        run.context.decode(TOKENS, first_position=0, logits="all")
+        with pytest.raises(EngineError, match=message):
+            raise run.hook.take_error() or AssertionError
+        assert run.hook.take_error() is None

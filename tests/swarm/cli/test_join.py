@@ -1,0 +1,118 @@
+"""`swarm join` turns its options into a peer's configuration, or says in one line what is wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+import peer.daemon
+import swarm.cli.join as join_module
+from peer.daemon import PeerConfig, PeerReady
+from swarm.cli.join import join
+from swarm.errors import UserError
+from swarm.ids import ModelId
+
+app = typer.Typer()
+app.command()(join)
+
+
+class _Daemon:
+    """Stands in for the peer's daemon: remembers its configuration, and is ready at once."""
+
+    config: PeerConfig
+
+    def __init__(self, config: PeerConfig, identity: Any, progress: Any) -> None:
+        type(self).config = config
+        self._node = str(identity.node_id)
+
+    async def run(self, on_ready: Any) -> None:
+        on_ready(PeerReady(node=self._node, model="tiny@0011", experts="experts 1-2 of layers 0-3", address="x:1"))
+
+
+@pytest.fixture(autouse=True)
+def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_to_its_end(main: Coroutine[Any, Any, None], *, until_eof: bool) -> None:
+        asyncio.run(main)
+
+    monkeypatch.setattr(peer.daemon, "PeerDaemon", _Daemon)
+    monkeypatch.setattr(join_module, "run_daemon", run_to_its_end)
+    monkeypatch.setattr(join_module, "tame_openmp", lambda: None)
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path))
+    for name in ("SWARM_REGISTRY", "SWARM_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def config_of(*arguments: str) -> PeerConfig:
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    return _Daemon.config
+
+
+def test_experts_alone_are_enough() -> None:
+    config = config_of("--experts", "12-14,40")
+    assert config.experts == {12, 13, 14, 40}
+    assert (config.layers, config.model_file, config.model) == (None, None, None)
+    assert [(each.address, each.node) for each in config.registry] == [(("127.0.0.1", 7440), None)]
+    assert (config.host, config.port, config.n_threads, config.exact_kernels) == ("0.0.0.0", 0, 1, False)
+    assert config.fault is None
+
+
+def test_layers_are_a_set_like_experts() -> None:
+    assert config_of("--experts", "0", "--layers", "3,5-8").layers == frozenset({3, 5, 6, 7, 8})
+
+
+def test_a_model_is_a_file_or_a_name(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"GGUF")
+    for text in ("no/such/model.gguf", str(tmp_path / "weights")):
+        config = config_of("--experts", "0", "--model", text)
+        assert (config.model_file, config.model) == (Path(text), None)
+    for text in ("tiny", "d8d357d1", str(ModelId(b"m" * 32))):
+        config = config_of("--experts", "0", "--model", text)
+        assert (config.model_file, config.model) == (None, text)
+
+
+def test_an_advertised_host_is_resolved() -> None:
+    assert config_of("--experts", "0", "--advertise", "localhost:4000").advertise == "127.0.0.1:4000"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--experts", "nine"],
+        ["--experts", "9-3"],
+        ["--experts", "0", "--layers", "x"],
+        ["--experts", "0", "--advertise", "192.0.2.1"],
+        ["--experts", "0", "--registry", "nowhere"],
+        ["--experts", "0", "--plant-fault", "3"],
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_a_mistake_is_said_before_anything_starts(arguments: list[str]) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, UserError)
+    assert result.stdout == ""
+
+
+def test_ready_is_said_to_people_or_as_json() -> None:
+    ready = json.loads(run("--experts", "0", "--json").stdout)
+    assert len(ready.pop("node")) == 52
+    experts = "experts 1-2 of layers 0-3"
+    assert ready == {"event": "ready", "model": "tiny@0011", "experts": experts, "address": "x:1"}
+    assert "with experts 1-2 of layers 0-3 of tiny@0011" in run("--experts", "0").stdout
+
+
+def test_the_same_key_is_used_again_and_is_this_roles_own(tmp_path: Path) -> None:
+    nodes = {json.loads(run("--experts", "0", "--json").stdout)["node"] for _ in range(2)}
+    assert len(nodes) == 1
+    assert (tmp_path / "config" / "join.key").stat().st_mode & 0o777 == 0o600

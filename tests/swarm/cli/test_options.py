@@ -1,0 +1,27 @@
+"""What options turn their text into."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.cli.options import settle_advertise
+from swarm.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, None),
+        ("192.0.2.1:4000", "192.0.2.1:4000"),
+        ("[2001:db8::1]:4000", "[2001:db8::1]:4000"),
+        ("localhost:4000", "127.0.0.1:4000"),
+    ],
+)
+def test_an_advertised_address_takes_the_form_that_records_carry(text: str | None, expected: str | None) -> None:
+    assert settle_advertise(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "192.0.2.1", "192.0.2.1:0", "192.0.2.1:x"])
+def test_an_address_that_cannot_be_announced_is_the_users_mistake(text: str) -> None:
+    with pytest.raises(UserError):
+        settle_advertise(text)

@@ -1,0 +1,157 @@
+"""What `swarm peers` makes of records and answers, all of which strangers wrote."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any, cast
+
+import pytest
+
+from swarm.cli.peers import _ask, _is_plausible, _missing, _print_model
+from swarm.cli.runtime import out
+from swarm.errors import LocalProtocolError
+from swarm.identity import Identity
+from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.net.endpoint import Endpoint
+from swarm.net.pool import Pool
+from swarm.registry.records import ExpertAnnouncement, ModelOffer
+from swarm.wire import messages as m
+from tests import virtual_time
+from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+
+US = Identity.from_seed(b"u" * 32)
+MODEL = ModelId(b"m" * 32)
+A, B = (NodeId(bytes([n]) * 32) for n in (10, 20))
+
+
+def holder(node: NodeId, experts: ExpertSet) -> ExpertAnnouncement:
+    return ExpertAnnouncement(
+        node=node,
+        seq=1,
+        ttl_s=60,
+        model=MODEL,
+        model_name="tiny",
+        experts=experts,
+        addresses=("10.0.0.1:1",),
+        exact_kernels=True,
+        wire_versions=(1,),
+    )
+
+
+def offer(*, n_expert: int = 8, moe_layers: str = "1-3") -> ModelOffer:
+    return ModelOffer(
+        node=A,
+        seq=1,
+        ttl_s=60,
+        model=MODEL,
+        model_name="tiny",
+        n_expert=n_expert,
+        n_expert_used=2,
+        moe_layers=moe_layers,
+        n_embd=64,
+        size_bytes=1000,
+        addresses=("10.0.0.1:1",),
+        offers_blocks=True,
+    )
+
+
+def test_missing_experts_are_named_layer_by_layer() -> None:
+    holders = [holder(A, ExpertSet.of([1, 2, 3], range(6))), holder(B, ExpertSet({2: frozenset({6, 7})}))]
+    assert _missing(offer(), holders) == {"1": "6-7", "3": "6-7"}
+    assert _missing(offer(), []) == {"1": "0-7", "2": "0-7", "3": "0-7"}
+    assert _missing(offer(), [holder(A, ExpertSet.of(range(9), range(9)))]) == {}
+
+
+def test_an_offer_of_billions_of_experts_is_not_listed() -> None:
+    assert _is_plausible(offer())
+    assert _is_plausible(offer(n_expert=1024, moe_layers="0-127"))
+    try:
+        monstrous = offer(n_expert=65_536, moe_layers="0-65535")
+    except LocalProtocolError:
+        return  # refused where records are made: better still
+    started = time.monotonic()
+    assert not _is_plausible(monstrous)
+    assert time.monotonic() - started < 5
+
+
+# Asking a peer
+
+
+def ask(answer: m.Response | None, *, is_up: bool = True) -> dict[str, Any]:
+    async def main() -> dict[str, Any]:
+        network = FakeNetwork()
+        network.nodes["10.0.0.1", 1] = FakeNode(node_id=A, answer=lambda asker, request: answer, is_up=is_up)
+        pool = Pool(cast(Endpoint, FakeEndpoint(network, US)))
+        try:
+            return await _ask(pool, holder(A, ExpertSet.of([1], range(2))), asyncio.Semaphore(1))
+        finally:
+            await pool.close()
+
+    return virtual_time.run(main())
+
+
+def status(value: object) -> m.Status:
+    return m.Status(data=json.dumps(value).encode())
+
+
+def test_a_peer_that_answers_is_up_and_says_what_it_did() -> None:
+    shown = ask(status({"n_assignments": 7, "version": "0.1.0", "uptime_s": 1.5, "secret": "x", "up": False}))
+    assert shown == {
+        "node": str(A),
+        "addresses": ["10.0.0.1:1"],
+        "experts": [["1", "0-1"]],
+        "exact_kernels": True,
+        "up": True,
+        "rtt_s": None,
+        "n_assignments": 7,
+        "version": "0.1.0",
+        "uptime_s": 1.5,
+    }
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"[" * 100_000, b"\xff\xfe", b"", b"{", b"9" * 5000],
+    ids=["deep", "not utf-8", "empty", "cut", "long number"],
+)
+def test_an_answer_that_is_no_json_is_an_error_of_that_peer_alone(data: bytes) -> None:
+    assert ask(m.Status(data=data))["error"]
+
+
+@pytest.mark.parametrize("value", [[1], "text", None, {"n_assignments": "[/x]", "version": 1, "uptime_s": []}])
+def test_what_a_peer_says_in_another_form_is_left_out(value: object) -> None:
+    shown = ask(status(value))
+    assert shown["up"] is True
+    assert not {"n_assignments", "version", "uptime_s"} & shown.keys()
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_a_silent_peer_is_down_and_says_why(is_up: bool) -> None:
+    shown = ask(None, is_up=is_up)
+    assert "no answer" in shown["error"]
+    assert shown["up"] is False
+
+
+# Printing
+
+
+def printed(model: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
+    _print_model(model)
+    return capsys.readouterr().out
+
+
+def test_a_name_or_an_error_with_brackets_is_shown_as_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out, "width", 200)
+    peer = ask(None, is_up=False) | {"error": "refused: [/red] [bold]x", "addresses": ["[2001:db8::1]:7440"]}
+    shown = printed({"name": "[/b]tiny@1", "peers": [peer], "missing": {"1": "2-3"}}, capsys)
+    for text in ("[/b]tiny@1", "refused: [/red] [bold]x", "[2001:db8::1]:7440", "Missing experts: layer 1: 2-3"):
+        assert text in shown
+
+
+def test_the_last_line_says_whether_a_model_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Every expert has a reachable peer" in printed({"name": "x", "peers": [], "missing": {}}, capsys)
+    assert "No backbone serves this model" in printed({"name": "x", "peers": [], "missing": None}, capsys)

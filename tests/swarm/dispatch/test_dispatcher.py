@@ -1,0 +1,561 @@
+"""The dispatcher against peers in memory that compute with numpy, judged by a brute-force reference, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from swarm.dispatch.dispatcher import BATCH_TIMEOUT_S, Dispatcher
+from swarm.dispatch.holders import Holders
+from swarm.dispatch.placement import Placement
+from swarm.errors import (
+    ConnectionLost,
+    DeadlineExceeded,
+    EngineError,
+    ExpertUnavailable,
+    Overloaded,
+    RemoteProtocolError,
+    RemoteRefused,
+)
+from swarm.identity import Identity
+from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.model.spec import ModelSpec
+from swarm.net.endpoint import Endpoint
+from swarm.net.pool import Pool
+from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord
+from swarm.wire import messages as m
+from swarm.wire.rows import RowCodec, Wire, WireForm
+from tests import virtual_time
+from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.virtual_time import now
+
+MODEL = ModelId(b"m" * 32)
+US = Identity.from_seed(b"u" * 32)
+A, B, C = (NodeId(bytes([n]) * 32) for n in (10, 20, 30))
+SLICES = {A: range(5), B: range(5, 8), C: range(8, 12)}
+LAYERS = (1, 2)
+E, K, D = 12, 4, 32  # experts, experts used, hidden size
+EXACT, F32 = Wire(WireForm.EXACT, WireForm.EXACT), Wire(WireForm.F32, WireForm.F32)
+
+Array = npt.NDArray[np.float32]
+_rng = np.random.default_rng(5)
+MATRICES: Array = _rng.standard_normal((max(LAYERS) + 1, E, D, D)).astype(np.float32)
+
+
+def expert(layer: int, number: int, row: Array) -> Array:
+    """Return what one expert makes of one row, [D]: the same bits however rows are batched."""
+    out: Array = row @ MATRICES[layer, number]
+    return out
+
+
+def compute(request: m.Dispatch) -> m.Result:
+    """Answer a dispatch as a peer does."""
+    pair_rows = np.repeat(np.arange(len(request.rows)), request.row_counts)
+    raw = np.stack(
+        [
+            expert(request.layer, int(number), request.rows[i])
+            for i, number in zip(pair_rows, request.expert_ids, strict=True)
+        ]
+    )  # [P, D]
+    if request.result_codec is RowCodec.EXACT:
+        assert request.weights is None
+        return m.Result(codec=RowCodec.EXACT, rows=raw, compute_us=1, queue_us=1)
+    assert request.weights is not None
+    sums = np.zeros((len(request.rows), D), np.float32)  # [N, D]
+    np.add.at(sums, pair_rows, raw * request.weights[:, np.newaxis])
+    return m.Result(codec=request.result_codec, rows=sums, compute_us=1, queue_us=1)
+
+
+def choice(n_tokens: int, seed: int = 1) -> tuple[Array, npt.NDArray[np.int32], Array]:
+    """Return hidden states [T, D], the router's choice [T, K] of distinct experts, and its weights [T, K]."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n_tokens, D)).astype(np.float32)
+    ids = np.stack([rng.permutation(E)[:K] for _ in range(n_tokens)]).astype(np.int32)
+    weights = rng.random((n_tokens, K)).astype(np.float32)
+    return x, ids, weights
+
+
+def in_llama_order(layer: int, x: Array, ids: npt.NDArray[np.int32], weights: Array) -> Array:
+    """Return the layer's output as llama.cpp rounds it: each product, then each sum, in the router's order."""
+    out = np.empty_like(x)
+    for t in range(len(x)):
+        total = expert(layer, ids[t, 0], x[t]) * weights[t, 0]
+        for k in range(1, K):
+            total = total + expert(layer, ids[t, k], x[t]) * weights[t, k]
+        out[t] = total
+    return out
+
+
+class FakeSpec:
+    """A ModelSpec whose experts are Q8_0 in layer 1 and F16 in layer 2; their down products, which x never meets, Q4_K."""
+
+    n_embd = D
+
+    def expert_tensors(self, layer: int) -> list[SimpleNamespace]:
+        ggml_type = {1: 8, 2: 1}[layer]
+        kinds = {"down": 12, "gate": ggml_type, "up": ggml_type}
+        return [SimpleNamespace(kind=kind, ggml_type=of_kind) for kind, of_kind in kinds.items()]
+
+
+class AnnouncedRegistry:
+    """A Registry with a fixed list."""
+
+    def __init__(self, listed: list[ExpertAnnouncement]) -> None:
+        self.listed = listed
+
+    async def holders(self, model: ModelId) -> list[ExpertAnnouncement]:
+        return list(self.listed)
+
+    async def publish(self, signed: SignedRecord) -> int:
+        raise NotImplementedError
+
+    async def offers(self, model: ModelId | None = None) -> list[ModelOffer]:
+        raise NotImplementedError
+
+    async def observed_address(self) -> str:
+        raise NotImplementedError
+
+
+class Star:
+    """Three peers with all experts between them, and the dispatcher under test.
+
+    Attributes:
+        seen: what was asked of whom, in order.
+        answer_of: replaces a peer's answer.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self.network = FakeNetwork()
+        self.seen: list[tuple[NodeId, m.Dispatch]] = []
+        self.answer_of: dict[NodeId, Callable[[m.Dispatch], m.Response | None]] = {}
+        self.peers = {node: FakeNode(node_id=node, answer=self._answerer(node)) for node in SLICES}
+        for node, peer in self.peers.items():
+            self.network.nodes[f"10.0.0.{node.raw[0]}", 1] = peer
+        self.pool = Pool(cast(Endpoint, FakeEndpoint(self.network, US)))
+        self.placement = Placement(MODEL, LAYERS, E, require_exact=wire is EXACT)
+        self.holders = Holders(AnnouncedRegistry(self._announced()), self.pool, self.placement, MODEL, now=now)
+        self.dispatcher = Dispatcher(MODEL, cast(ModelSpec, FakeSpec()), self.holders, wire)
+
+    def _announced(self) -> list[ExpertAnnouncement]:
+        return [
+            ExpertAnnouncement(
+                node=node,
+                seq=1,
+                ttl_s=60,
+                model=MODEL,
+                model_name="tiny",
+                experts=ExpertSet.of(LAYERS, experts),
+                addresses=(f"10.0.0.{node.raw[0]}:1",),
+                exact_kernels=True,
+                wire_versions=(1,),
+            )
+            for node, experts in SLICES.items()
+        ]
+
+    def _answerer(self, node: NodeId) -> Callable[[NodeId, m.Request], m.Response | None]:
+        def answer(asker: NodeId, request: m.Request) -> m.Response | None:
+            assert isinstance(request, m.Dispatch)
+            self.seen.append((node, request))
+            return self.answer_of.get(node, compute)(request)
+
+        return answer
+
+    def connection(self, node: NodeId):  # type: ignore[no-untyped-def]
+        (connection,) = self.peers[node].connections
+        return connection
+
+    @property
+    def n_outstanding(self) -> int:
+        return sum(len(each.outstanding) for peer in self.peers.values() for each in peer.connections)
+
+
+@contextlib.asynccontextmanager
+async def star(wire: Wire = EXACT) -> AsyncIterator[Star]:
+    """Yield a star whose peers are all in use; the log holds only what comes after."""
+    it = Star(wire)
+    watching = asyncio.create_task(it.holders.run())
+    try:
+        await it.holders.wait_complete(10)
+        assert it.placement.destinations == (A, B, C)
+        it.network.log.clear()
+        yield it
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+        await it.pool.close()
+
+
+# What comes out
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 37])
+def test_the_exact_form_gives_the_bits_of_llama_cpps_order(n_tokens: int) -> None:
+    async def main() -> None:
+        async with star(EXACT) as it:
+            for layer in LAYERS:
+                x, ids, weights = choice(n_tokens, seed=layer)
+                out = await it.dispatcher.dispatch(layer, x, ids, weights)
+                assert out.dtype == np.float32
+                assert out.tobytes() == in_llama_order(layer, x, ids, weights).tobytes()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 37])
+def test_partial_sums_add_up(n_tokens: int) -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            x, ids, weights = choice(n_tokens)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            wide = np.einsum("td,tkde,tk->te", x, MATRICES[2][ids].astype(np.float64), weights)
+            np.testing.assert_allclose(out, wide, rtol=1e-5, atol=1e-5)
+            assert out.dtype == np.float32
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("wire", [EXACT, F32], ids=str)
+def test_the_order_in_which_answers_arrive_changes_no_bit(wire: Wire) -> None:
+    async def main() -> None:
+        found = set()
+        for order in itertools.permutations((0.01, 0.05, 0.2)):
+            async with star(wire) as it:
+                for peer, latency_s in zip(it.peers.values(), order, strict=True):
+                    peer.latency_s = latency_s
+                found.add((await it.dispatcher.dispatch(1, *choice(9))).tobytes())
+        assert len(found) == 1
+
+    virtual_time.run(main())
+
+
+def test_a_batch_without_tokens_is_an_empty_answer() -> None:
+    async def main() -> None:
+        async with star() as it:
+            x, ids, weights = choice(1)
+            out = await it.dispatcher.dispatch(1, x[:0], ids[:0], weights[:0])
+            assert out.shape == (0, D)
+            assert it.network.log == []
+
+    virtual_time.run(main())
+
+
+# What goes out
+
+
+@pytest.mark.parametrize("wire", [EXACT, F32], ids=str)
+def test_a_row_goes_once_to_each_peer_that_holds_one_of_its_experts(wire: Wire) -> None:
+    async def main() -> None:
+        async with star(wire) as it:
+            x, ids, weights = choice(20)
+            await it.dispatcher.dispatch(2, x, ids, weights)
+            assert sorted(node for node, _ in it.seen) == [A, B, C], "one request for each peer"
+            for node, request in it.seen:
+                tokens = [t for t in range(20) if set(ids[t]) & set(SLICES[node])]
+                assert request.rows.tobytes() == x[tokens].tobytes()
+                assert request.row_counts.tolist() == [len(set(ids[t]) & set(SLICES[node])) for t in tokens]
+                pairs = [(t, k) for t in tokens for k in range(K) if ids[t, k] in SLICES[node]]
+                assert request.expert_ids.tolist() == [int(ids[pair]) for pair in pairs]
+                if wire is EXACT:
+                    assert request.weights is None
+                else:
+                    assert request.weights is not None
+                    assert request.weights.tolist() == [float(weights[pair]) for pair in pairs]
+                assert (request.model_tag, request.layer) == (MODEL.raw[:8], 2)
+                assert (request.rows_codec.name, request.result_codec.name) == (wire.out.name, wire.back.name)
+
+    virtual_time.run(main())
+
+
+def test_q8_goes_out_as_the_layers_weights_want_it() -> None:
+    async def main() -> None:
+        async with star(Wire(WireForm.Q8, WireForm.F16)) as it:
+            for layer, codec in ((1, RowCodec.Q8_0), (2, RowCodec.INT8)):
+                it.seen.clear()
+                await it.dispatcher.dispatch(layer, *choice(5))
+                assert {request.rows_codec for _, request in it.seen} == {codec}
+                assert {request.result_codec for _, request in it.seen} == {RowCodec.F16}
+            stats = it.dispatcher.stats
+            n_rows = stats.bytes_back // (2 * D)
+            assert stats.bytes_back == n_rows * 2 * D
+            assert stats.bytes_out == n_rows * (1 + 2 + D) + 2 * 5 * K * 6, "one scale for each row in both codecs"
+
+    virtual_time.run(main())
+
+
+def test_a_peer_without_work_is_not_asked() -> None:
+    async def main() -> None:
+        async with star() as it:
+            x, _, weights = choice(1)
+            await it.dispatcher.dispatch(1, x, np.array([[0, 4, 8, 9]], np.int32), weights)
+            assert sorted(node for node, _ in it.seen) == [A, C]
+
+    virtual_time.run(main())
+
+
+def test_all_peers_are_asked_before_the_first_answers_and_a_layer_costs_the_slowest() -> None:
+    async def main() -> None:
+        async with star() as it:
+            for peer, latency_s in zip(it.peers.values(), (0.03, 0.1, 0.02), strict=True):
+                peer.latency_s = latency_s
+            started = now()
+            await it.dispatcher.dispatch(1, *choice(20))
+            assert [kind for kind, _ in it.network.log] == ["request"] * 3 + ["answer"] * 3
+            assert now() - started == pytest.approx(0.1)
+
+    virtual_time.run(main())
+
+
+def test_layers_of_several_requests_may_be_under_way_at_once() -> None:
+    async def main() -> None:
+        async with star() as it:
+            inputs = [choice(3, seed) for seed in range(5)]
+            outs = await asyncio.gather(*(it.dispatcher.dispatch(1, *each) for each in inputs))
+            for each, out in zip(inputs, outs, strict=True):
+                assert out.tobytes() == in_llama_order(1, *each).tobytes()
+            assert [kind for kind, _ in it.network.log] == ["request"] * 15 + ["answer"] * 15
+
+    virtual_time.run(main())
+
+
+# Failures
+
+
+async def fails(it: Star, layer: int = 2) -> ExpertUnavailable:
+    """Dispatch so that every peer has work, and return the error."""
+    with pytest.raises(ExpertUnavailable) as caught:
+        await it.dispatcher.dispatch(layer, *choice(20))
+    return caught.value
+
+
+def wanted(node: NodeId) -> tuple[int, ...]:
+    return tuple(sorted(set(choice(20)[1].ravel().tolist()) & set(SLICES[node])))
+
+
+def test_an_expert_that_nobody_holds_is_named_and_nobody_is_asked() -> None:
+    async def main() -> None:
+        async with star() as it:
+            it.placement.mark_down(B)
+            error = await fails(it)
+            assert (error.layer, error.experts) == (2, (5, 6, 7))
+            assert it.network.count("request") == 0
+
+    virtual_time.run(main())
+
+
+def test_a_lost_peer_ends_the_layer_by_name_at_once_and_cancels_the_others() -> None:
+    async def main() -> None:
+        async with star() as it:
+            it.peers[A].latency_s = it.peers[C].latency_s = 5.0
+            it.peers[B].is_up = False
+            asyncio.get_running_loop().call_later(0.3, it.peers[B].lose_connections)
+            started = now()
+            error = await fails(it)
+            assert now() - started == pytest.approx(0.3)
+            assert (error.layer, error.experts) == (2, wanted(B))
+            assert f"peer {B.short} failed: silent" in str(error)
+            assert isinstance(error.__cause__, ConnectionLost)
+            assert [it.network.count("cancel", node) for node in SLICES] == [1, 0, 1]
+            assert it.n_outstanding == 0, "nobody still waits when the error is out"
+            assert it.placement.destinations == (A, C)
+
+    virtual_time.run(main())
+
+
+def test_a_peer_that_lives_but_does_not_finish_meets_the_deadline() -> None:
+    async def main() -> None:
+        async with star() as it:
+            it.answer_of[C] = lambda request: None
+            started = now()
+            error = await fails(it)
+            assert now() - started == pytest.approx(BATCH_TIMEOUT_S)
+            assert error.experts == wanted(C)
+            assert f"peer {C.short} late" in str(error)
+            assert isinstance(error.__cause__, DeadlineExceeded)
+            assert it.placement.destinations == (A, B)
+            assert it.connection(C).is_open, "others may still be served: only the placement drops it"
+
+    virtual_time.run(main())
+
+
+def result(rows: Array, codec: RowCodec) -> m.Result:
+    return m.Result(codec=codec, rows=rows, compute_us=0, queue_us=0)
+
+
+@pytest.mark.parametrize(
+    ("wire", "spoil"),
+    [
+        (EXACT, lambda right: result(right.rows[:-1], right.codec)),
+        (EXACT, lambda right: result(np.vstack([right.rows, right.rows[:1]]), right.codec)),
+        (EXACT, lambda right: result(right.rows[:, :-1], right.codec)),
+        (EXACT, lambda right: result(right.rows.reshape(-1, 2 * D), right.codec)),
+        (EXACT, lambda right: result(right.rows[:0], right.codec)),
+        (EXACT, lambda right: result(right.rows, RowCodec.F32)),
+        (F32, lambda right: result(right.rows, RowCodec.EXACT)),
+        (F32, lambda right: result(right.rows[:-1], right.codec)),
+    ],
+    ids=["row missing", "row too many", "narrow", "wide", "empty", "f32 for exact", "exact for f32", "f32 row missing"],
+)
+def test_a_wrong_answer_closes_the_link_and_puts_the_peer_down(
+    wire: Wire, spoil: Callable[[m.Result], m.Result]
+) -> None:
+    async def main() -> None:
+        async with star(wire) as it:
+            connection = it.connection(A)
+            it.answer_of[A] = lambda request: spoil(compute(request))
+            x, ids, weights = choice(2)
+            ids[:] = [[0, 1, 5, 8], [2, 6, 9, 7]]  # an even number of A's rows, so that they can be reshaped
+            ids[1, 1] = 3
+            with pytest.raises(ExpertUnavailable, match="wrong answer") as caught:
+                await it.dispatcher.dispatch(2, x, ids, weights)
+            assert caught.value.experts == (0, 1, 2, 3)
+            assert isinstance(connection.close_error, RemoteProtocolError)
+            assert it.placement.destinations == (B, C)
+            await asyncio.sleep(30)
+            assert it.placement.destinations == (B, C), "a new connection does not make it honest"
+
+    virtual_time.run(main())
+
+
+def test_the_right_number_of_rows_of_the_other_form_is_refused() -> None:
+    """With one expert for each row, [P, D] and [N, D] are the same shape: only the form tells them apart."""
+
+    async def main() -> None:
+        async with star(F32) as it:
+            it.answer_of[A] = lambda request: result(np.zeros((1, D), np.float32), RowCodec.EXACT)
+            x, _, weights = choice(1)
+            with pytest.raises(ExpertUnavailable, match="wrong answer"):
+                await it.dispatcher.dispatch(2, x, np.array([[0, 5, 6, 7]], np.int32), weights)
+
+    virtual_time.run(main())
+
+
+def test_a_busy_peer_fails_the_layer_but_is_not_down() -> None:
+    async def main() -> None:
+        async with star() as it:
+
+            def busy(request: m.Dispatch) -> m.Response:
+                raise Overloaded("too many dispatches in line")
+
+            it.answer_of[B] = busy
+            error = await fails(it)
+            assert error.experts == wanted(B)
+            assert "too many dispatches in line" in str(error)
+            assert it.placement.destinations == (A, B, C)
+            del it.answer_of[B]
+            await it.dispatcher.dispatch(2, *choice(20))
+
+    virtual_time.run(main())
+
+
+def test_a_peer_that_refuses_is_down() -> None:
+    async def main() -> None:
+        async with star() as it:
+
+            def broken(request: m.Dispatch) -> m.Response:
+                raise EngineError("ggml failed")
+
+            it.answer_of[B] = broken
+            error = await fails(it)
+            assert isinstance(error.__cause__, RemoteRefused)
+            assert error.experts == wanted(B)
+            assert it.placement.destinations == (A, C)
+
+    virtual_time.run(main())
+
+
+def test_after_a_failure_the_next_layer_is_computed_without_the_peer_or_with_it_once_it_is_back() -> None:
+    async def main() -> None:
+        async with star() as it:
+            asyncio.get_running_loop().call_later(0.005, it.peers[B].lose_connections)
+            await fails(it)
+            assert (await fails(it)).experts == (5, 6, 7)
+            await it.holders.wait_complete(1.0)
+            x, ids, weights = choice(20)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert out.tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+
+    virtual_time.run(main())
+
+
+def test_two_failures_at_once_are_one_error_and_both_are_down() -> None:
+    async def main() -> None:
+        async with star() as it:
+
+            def broken(request: m.Dispatch) -> m.Response:
+                raise EngineError("ggml failed")
+
+            it.answer_of[A] = it.answer_of[B] = broken
+            error = await fails(it)
+            assert error.experts in (wanted(A), wanted(B))
+            assert it.placement.destinations == (C,)
+
+    virtual_time.run(main())
+
+
+def test_cancelling_a_dispatch_cancels_every_request_and_puts_nobody_down() -> None:
+    async def main() -> None:
+        async with star() as it:
+            for peer in it.peers.values():
+                peer.latency_s = 5.0
+            n_tasks = len(asyncio.all_tasks())
+            task = asyncio.create_task(it.dispatcher.dispatch(1, *choice(20)))
+            await asyncio.sleep(0.1)
+            assert it.n_outstanding == 3
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert it.n_outstanding == 0
+            assert it.network.count("cancel") == 3
+            assert len(asyncio.all_tasks()) == n_tasks, "no task is left"
+            assert it.placement.destinations == (A, B, C)
+            assert it.dispatcher.stats.n_round_trips == 0
+
+    virtual_time.run(main())
+
+
+# Counters
+
+
+@pytest.mark.parametrize(("wire", "bytes_of_pair"), [(EXACT, 2), (F32, 6)], ids=["exact", "f32"])
+def test_counters_add_up(wire: Wire, bytes_of_pair: int) -> None:
+    async def main() -> None:
+        async with star(wire) as it:
+            n_rows = n_back = 0
+            for layer, n_tokens in ((1, 3), (2, 20)):
+                _, ids, _ = choice(n_tokens)
+                await it.dispatcher.dispatch(layer, *choice(n_tokens))
+                meets = [[len(set(row) & set(SLICES[node])) for node in SLICES] for row in ids.tolist()]
+                n_rows += sum(n > 0 for row in meets for n in row)
+                n_back += sum(map(sum, meets)) if wire is EXACT else sum(n > 0 for row in meets for n in row)
+            stats = it.dispatcher.stats
+            assert stats.n_round_trips == 2
+            assert stats.n_token_layers == 23
+            assert stats.n_assignments == 23 * K
+            for node, experts in SLICES.items():
+                of_node = sum(np.isin(choice(n)[1], list(experts)).sum() for n in (3, 20))
+                assert stats.assignments[node] == of_node
+            assert stats.bytes_out == n_rows * (4 * D + 1) + 23 * K * bytes_of_pair
+            assert stats.bytes_back == n_back * 4 * D
+
+    virtual_time.run(main())
+
+
+def test_a_failed_layer_is_not_counted() -> None:
+    async def main() -> None:
+        async with star() as it:
+            it.peers[B].lose_connections()
+            it.peers[B].is_up = False
+            await fails(it)
+            assert it.dispatcher.stats.n_assignments == 0
+            assert it.dispatcher.stats.assignments == {}
+
+    virtual_time.run(main())
