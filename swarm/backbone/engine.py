@@ -17,6 +17,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from swarm.backbone.moe_hook import ExpertBackend, LayerResult, MoeHook
+from swarm.backbone.moe_hook import ExpertBackend, LayerResult, MoeHook, OverlapStats
 from swarm.errors import ConnectionLost, EngineError, SwarmError
 from swarm.model.spec import ModelSpec
 from swarm.native.library import use_exact_kernels
@@ -58,6 +59,7 @@ class EngineConfig:
         n_ctx: tokens of the KV cache; 0 takes the model's own, up to 4096.
         n_batch, n_ubatch: most tokens of a call and of one graph; an ubatch is what one dispatch of a layer carries.
         exact_kernels: no repacked weights, no tiled kernels: sums in the order of every other such build.
+        overlaps: run the shared expert during the round trip.
     """
 
     n_ctx: int = 0
@@ -65,6 +67,7 @@ class EngineConfig:
     n_ubatch: int = 512
     n_threads: int = 1
     exact_kernels: bool = False
+    overlaps: bool = True
 
 
 class _Step:
@@ -74,6 +77,21 @@ class _Step:
         self.run = run
         self.done = done
         self.is_given_up = False  # owned by the bridge, under its lock
+
+
+class _Flight:
+    """A layer on its way; what the hook waits for."""
+
+    def __init__(self, future: concurrent.futures.Future[npt.NDArray[np.float32]]) -> None:
+        self._future = future
+        self.done_at: float | None = None
+        future.add_done_callback(self._note)
+
+    def result(self) -> npt.NDArray[np.float32]:
+        return self._future.result()
+
+    def _note(self, _: object) -> None:
+        self.done_at = time.perf_counter()
 
 
 class _Bridge(ExpertBackend):
@@ -104,7 +122,7 @@ class _Bridge(ExpertBackend):
             )
             self._in_flight.add(future)
         future.add_done_callback(self._forget)
-        return future
+        return _Flight(future)
 
     @property
     def reason(self) -> SwarmError:
@@ -178,6 +196,13 @@ class Engine:
         if self._context is None:
             raise EngineError("the engine is not running")
         return self._context
+
+    @property
+    def overlap(self) -> OverlapStats:
+        """How much local work ran during the round trips so far."""
+        if self._hook is None:
+            raise EngineError("the engine is not running")
+        return self._hook.overlap
 
     async def start(self) -> None:
         """Load the model.
@@ -261,7 +286,7 @@ class Engine:
         config = self._config
         self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels)
         assert self._bridge is not None
-        self._hook = MoeHook(self._spec.moe_layers, self._bridge)
+        self._hook = MoeHook(self._spec.moe_layers, self._bridge, overlaps=config.overlaps)
         n_ctx = config.n_ctx or min(self._model.n_ctx_train or 4096, 4096)
         self._context = LlamaContext(
             self._model,

@@ -6,6 +6,12 @@ llama.cpp calls back for every node of its graph, before (`ask`) and, for the no
     ffn_moe_up-N         after   its src[1] is x [T, D], its src[2] the top-k ids [T, K] (a strided view): begin
       (or ffn_moe_gate_up-N, where the file has both in one tensor)
     ffn_moe_out-N        after   wait for the experts' output and write it over the stub's zeros
+      or, later,
+    the node before the one that uses ffn_moe_out-N
+
+*Overlap.* The shared expert is computed after `ffn_moe_out` and before the sum that uses it. On a layer's first pass the hook
+waits at `ffn_moe_out` and learns the name of the node just before its consumer; from then on it waits only there, so that
+the shared expert runs during the round trip.
 
 The hook cannot stop the graph. When a layer fails it keeps the first error, writes zeros from there on without asking
 anybody, and the engine rolls the step back (`take_error`). It runs on the engine's thread, inside llama_decode.
@@ -15,7 +21,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from typing import Any, Protocol
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,11 +36,15 @@ _NAME = re.compile(r"ffn_moe_(weights|up|gate_up|out)[a-z_]*-(\d+)")
 _NAME_OFFSET = GgmlTensor.name.offset
 # The first eight characters of every name above, as one number: nearly all of a graph's nodes are turned away by one
 # comparison, which matters because the callback runs for each of them.
+MAX_SOURCES = 10  # GGML_MAX_SRC, by the layout of ggml_tensor
 _PREFIX = int.from_bytes(b"ffn_moe_", "little")
 
 
 class LayerResult(Protocol):
-    """An answer that may still be on its way."""
+    """An answer that may still be on its way.
+
+    It may have an attribute `done_at`: when the answer was there, `time.perf_counter()` seconds.
+    """
 
     def result(self) -> npt.NDArray[np.float32]:
         """Wait, and return the routed experts' output, [T, D] float32; raises what went wrong."""
@@ -60,10 +72,54 @@ class _NoRows:
         return np.empty(0, np.float32)
 
 
+@dataclass(slots=True)
+class OverlapStats:
+    """How much local work ran while a layer's answer was on its way; seconds, sums over all layers so far.
+
+    Attributes:
+        local_s: from the start of a dispatch to the node at which it was waited for.
+        hidden_s: of that, what ended before the answer came, or would have been waited for anyhow.
+        waited_s: blocked in waiting.
+    """
+
+    local_s: float = 0.0
+    hidden_s: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """hidden_s / local_s; 0 without any local work."""
+        return self.hidden_s / self.local_s if self.local_s else 0.0
+
+
+class _Deferred(NamedTuple):
+    """A layer whose `ffn_moe_out` has passed and which is waited for at a later node."""
+
+    layer: int
+    out: int  # pointer of ffn_moe_out
+    boundary: str  # the node to wait at
+
+
+@dataclass(slots=True)
+class _Lesson:
+    """What is being learned: which node is the last before the consumer of `out`."""
+
+    layer: int
+    out: int
+    last: str | None = None  # name of the node before the one asked about now; None: `out` itself
+
+
 class MoeHook:
     """The eval callback of one llama.cpp context."""
 
-    def __init__(self, moe_layers: tuple[int, ...], experts: ExpertBackend) -> None:
+    def __init__(self, moe_layers: tuple[int, ...], experts: ExpertBackend, *, overlaps: bool = True) -> None:
+        """`overlaps` False waits at `ffn_moe_out` always: for comparison."""
+        self.overlap = OverlapStats()
+        self._overlaps = overlaps
+        self._boundaries: dict[int, str | None] = {}  # layer -> node to wait at; None: at ffn_moe_out
+        self._lesson: _Lesson | None = None
+        self._deferred: _Deferred | None = None
+        self._began_at: dict[int, float] = {}
         self._moe_layers = frozenset(moe_layers)
         self._experts = experts
         self._weights: dict[int, int] = {}  # layer -> pointer of the last ffn_moe_weights* node of this graph
@@ -73,6 +129,13 @@ class MoeHook:
 
     def __call__(self, tensor: int, ask: bool) -> bool:
         """Return whether llama.cpp shall call again after computing `tensor` (ask), or go on (after)."""
+        if self._lesson is not None and ask:
+            self._learn(self._lesson, tensor)
+        if self._deferred is not None and tensor_name(tensor) == self._deferred.boundary:
+            if not ask:
+                self._write(self._deferred.layer, self._deferred.out)
+                self._deferred = None
+            return True
         if ctypes.c_uint64.from_address(tensor + _NAME_OFFSET).value != _PREFIX:
             return not ask
         match = _NAME.fullmatch(tensor_name(tensor))
@@ -83,21 +146,37 @@ class MoeHook:
             if kind == "weights":
                 self._weights[layer] = tensor
                 return False
-            # The stub's own matrix product alone carries x and the ids; an activation may share the name's beginning.
-            return kind == "out" or tensor_op(tensor) == self._mul_mat_id
+            if kind != "out":
+                # The stub's own matrix product alone carries x and the ids; an activation may share the name's beginning.
+                return tensor_op(tensor) == self._mul_mat_id
+            boundary = self._boundaries.get(layer)
+            if boundary is not None:
+                self._deferred = _Deferred(layer, tensor, boundary)
+            return boundary is None
         if kind == "out":
             self._write(layer, tensor)
+            if self._overlaps and layer not in self._boundaries:
+                self._lesson = _Lesson(layer, tensor)
         else:
             self._begin(layer, tensor)
         return True
+
+    def _learn(self, lesson: _Lesson, tensor: int) -> None:
+        if lesson.out in [tensor_source(tensor, index) for index in range(MAX_SOURCES)]:
+            self._boundaries[lesson.layer] = lesson.last
+            self._lesson = None
+        else:
+            lesson.last = tensor_name(tensor)
 
     def take_error(self) -> BaseException | None:
         """Return the first error since the last call, and make the hook ready for the next step."""
         error, self._error = self._error, None
         if error is None and self._pending:
-            error = EngineError(f"the graph has no ffn_moe_out for layers {sorted(self._pending)}")
+            error = EngineError(f"the graph has no node to wait at for layers {sorted(self._pending)}")
+            self._boundaries.clear()  # should a graph ever lack a node that another had: learn anew
         self._pending.clear()
         self._weights.clear()
+        self._deferred = self._lesson = None
         return error
 
     def _begin(self, layer: int, tensor: int) -> None:
@@ -115,6 +194,7 @@ class MoeHook:
                 return
             x = read_tensor(x_node).reshape(len(ids), -1)  # [T, 1, D] -> [T, D]
             weights = read_tensor(self._weights[layer]).reshape(ids.shape)  # [T, 1, K] or [T, K, 1] -> [T, K]
+            self._began_at[layer] = time.perf_counter()
             self._pending[layer] = self._experts.begin(layer, x, ids, weights)
         except Exception as error:
             self._error = error
@@ -125,13 +205,24 @@ class MoeHook:
                 pending = self._pending.pop(layer, None)
                 if pending is None:
                     raise EngineError(f"nothing was dispatched for layer {layer}")
-                write_tensor(tensor, pending.result())
+                reached_at = time.perf_counter()
+                out = pending.result()
+                self._count(layer, reached_at, getattr(pending, "done_at", None))
+                write_tensor(tensor, out)
                 return
             except BaseException as error:  # a cancelled wait too: the engine's thread must survive it
                 self._error = error
         # Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts.
         shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
         write_tensor(tensor, np.zeros(shape, np.float32))
+
+    def _count(self, layer: int, reached_at: float, done_at: float | None) -> None:
+        began_at = self._began_at.get(layer, reached_at)
+        local_s = reached_at - began_at
+        self.overlap.local_s += local_s
+        if done_at is not None:
+            self.overlap.hidden_s += min(local_s, max(done_at - began_at, 0.0))
+        self.overlap.waited_s += time.perf_counter() - reached_at
 
 
 def _matrix(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -58,7 +58,18 @@ async def test_the_demo_reports_what_it_did(tmp_path: Path) -> None:
 
 
 async def test_the_demo_streams_a_text_and_prints_a_table(tmp_path: Path) -> None:
-    arguments = ["-m", "swarm", "demo", "--once", "--tokens", "20", "--peers", "2", "--prompt", "To create a new thread"]
+    arguments = [
+        "-m",
+        "swarm",
+        "demo",
+        "--once",
+        "--tokens",
+        "20",
+        "--peers",
+        "2",
+        "--prompt",
+        "To create a new thread",
+    ]
     code, out, err = await run(*arguments, home=tmp_path)
     assert code == 0, err
     assert out.startswith("To create a new thread")
@@ -94,9 +105,7 @@ async def test_join_needs_no_flag_beside_a_relay_on_this_machine(tmp_path: Path,
 
     try:
         relay, _ = await start("relay")
-        _, backbone = await start(
-            "serve", "--model", str(tiny_moe / "model-Q8_0.gguf"), "--gateway", "127.0.0.1:0"
-        )
+        _, backbone = await start("serve", "--model", str(tiny_moe / "model-Q8_0.gguf"), "--gateway", "127.0.0.1:0")
         peer, joined = await start("join", "--experts", f"0-{N_EXPERT - 1}")
         assert joined["model"] == backbone["model"]
         await wait_healthy(backbone["url"])

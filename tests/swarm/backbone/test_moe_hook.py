@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 import gguf
@@ -19,6 +20,7 @@ from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
 
 TOKENS = np.random.default_rng(3).integers(1, 500, 37).tolist()
 Callback = Callable[[int, bool], bool]
+Rows = npt.NDArray[np.float32]
 
 
 class Hooked:
@@ -194,7 +196,7 @@ def test_a_layer_that_the_spec_does_not_have_is_an_error(tiny: SplitModel, exper
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("ffn_moe_out", r"no ffn_moe_out for layers \[0, 1, 2, 3, 4, 5\]"),
+        ("ffn_moe_out", r"no node to wait at for layers \[0, 1, 2, 3, 4, 5\]"),
         ("ffn_moe_up", "nothing was dispatched for layer 0"),
         ("ffn_moe_weights", "layer 0 is not as the model's spec says"),
     ],
@@ -210,3 +212,88 @@ def test_a_graph_without_a_node_the_hook_needs_is_an_error(
         with pytest.raises(EngineError, match=message):
             raise run.hook.take_error() or AssertionError
         assert run.hook.take_error() is None
+
+
+class WaitingExperts:
+    """Experts whose answers note when they are waited for, among the nodes that were computed."""
+
+    def __init__(self, experts: LocalExperts, log: list[str]) -> None:
+        self._experts = experts
+        self._log = log
+
+    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> WaitingAnswer:
+        rows = self._experts.compute(layer, x, topk_ids, topk_weights)
+        return WaitingAnswer(layer, rows, self._log)
+
+
+class WaitingAnswer:
+    def __init__(self, layer: int, rows: Rows, log: list[str]) -> None:
+        self._layer, self._rows, self._log = layer, rows, log
+        self.done_at = time.perf_counter() + 1e9  # as if it were on its way for ever
+
+    def result(self) -> Rows:
+        self._log.append(f"wait-{self._layer}")
+        return self._rows
+
+
+def noting(log: list[str]) -> Callable[[Callback], Callback]:
+    """Return what wraps a hook so that the nodes' names are noted as they are asked about."""
+
+    def wrap(hook: Callback) -> Callback:
+        def note(tensor: int, ask: bool) -> bool:
+            if ask:
+                log.append(tensor_name(tensor))
+            return hook(tensor, ask)
+
+        return note
+
+    return wrap
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("Q8_0", "ffn_shexp_out", "ffn_out"),  # the gated shared expert is the last before the sum
+        ("qwen2moe", "ffn_shexp_out", "ffn_out"),
+        ("qwen3moe", "ffn_moe_out", "l_out"),  # no shared expert: nothing to wait behind
+    ],
+)
+def test_the_shared_expert_is_computed_while_the_answer_is_on_its_way(
+    open_model: Callable[[str], SplitModel], name: str, before: str, after: str
+) -> None:
+    model = open_model(name)
+    log: list[str] = []
+    experts = WaitingExperts(LocalExperts(model), log)
+
+    with hooked(model, experts, wrap=noting(log)) as run:  # type: ignore[arg-type]
+        first = run.decode(TOKENS)
+        assert run.hook.take_error() is None
+        run.context.clear()
+        log.clear()
+        second = run.decode(TOKENS)
+        assert run.hook.take_error() is None
+        assert run.hook.overlap.hidden_share == 1
+    np.testing.assert_array_equal(first, second)  # bit for bit: where it waits changes nothing
+    for layer in model.spec.moe_layers[:-1]:
+        at = log.index(f"wait-{layer}")
+        assert log[at - 1] == f"{before}-{layer}", log[at - 5 : at + 5]
+        assert log[at + 1].startswith(f"{after}-{layer}"), log[at - 5 : at + 5]
+
+
+def test_without_overlap_it_waits_at_the_experts_output(tiny: SplitModel, experts: LocalExperts) -> None:
+    log: list[str] = []
+    waiting = WaitingExperts(experts, log)
+
+    hook = MoeHook(tiny.spec.moe_layers, waiting, overlaps=False)
+    with (
+        LlamaModel(tiny.backbone) as llama,
+        LlamaContext(
+            llama, n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1, eval_callback=noting(log)(hook)
+        ) as context,
+    ):
+        for _ in range(2):
+            context.clear()
+            log.clear()
+            context.decode(TOKENS, first_position=0, logits="all")
+            assert hook.take_error() is None
+            assert all(log[log.index(f"wait-{layer}") - 1] == f"ffn_moe_out-{layer}" for layer in range(6))
