@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from swarm import __version__
+from swarm.cli.bench import app as bench_app
 from swarm.cli.demo import demo
 from swarm.cli.join import join
 from swarm.cli.peers import peers
@@ -40,6 +41,7 @@ app.command()(relay)
 app.command()(peers)
 app.command()(plan)
 app.command()(split)
+app.add_typer(bench_app)
 app.command()(verify)
 
 

@@ -9,7 +9,13 @@ from typing import Annotated, Any
 import typer
 from aiohttp import web
 
-from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
+from swarm.backbone.assembly import (
+    BackboneConfig,
+    ProgressCallback,
+    RunningBackbone,
+    open_backbone,
+    prepare_model,
+)
 from swarm.backbone.engine import EngineConfig
 from swarm.cli.options import (
     AdvertiseOption,
@@ -20,17 +26,19 @@ from swarm.cli.options import (
     RegistryOption,
     ThreadsOption,
     UntilEofOption,
+    settle_advertise,
 )
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
 from swarm.errors import UserError
 from swarm.files import Folders
+from swarm.gate.stored import WireChoice, asked_wire, choose_wire, engine_name, load_result
 from swarm.gateway.app import create_app
 from swarm.identity import Identity
 from swarm.ids import format_index_set
 from swarm.net.addresses import format_address, parse_address
 from swarm.registry.client import DEFAULT_REGISTRY
-from swarm.wire.rows import WireForm, parse_wire
+from swarm.wire.rows import Wire, WireForm, parse_wire
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
 SHUTDOWN_TIMEOUT_S = 3.0  # for answers under way at Ctrl-C
@@ -44,7 +52,15 @@ def serve(
         str,
         typer.Option("--gateway", envvar="SWARM_GATEWAY", metavar="HOST:PORT", help="Where the HTTP API listens."),
     ] = DEFAULT_GATEWAY,
-    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel: exact or f32.")] = "f32",
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            "--wire",
+            metavar="OUT/BACK",
+            help="How rows travel: exact, f32, bf16, f16, q8, fp8, or two of them.",
+            show_default="the cheapest that passed this model's gate (`swarm verify --save`), else f32",
+        ),
+    ] = None,
     ctx: Annotated[
         int, typer.Option("--ctx", min=0, help="Tokens of context; 0 takes the model's own, up to 4096.")
     ] = 0,
@@ -60,34 +76,46 @@ def serve(
     """Serve a model: run everything but its experts here, and answer OpenAI-compatible requests."""
     folders = Folders.from_environment()
     identity = Identity.load_or_create(folders.config / "serve.key")
-    forms = parse_wire(wire)
-    if forms.back is WireForm.EXACT and not exact_kernels:
+    asked = parse_wire(wire) if wire else None
+    if asked is not None and asked.back is WireForm.EXACT and not exact_kernels:
         raise UserError("the wire form exact needs --exact-kernels here and at the peers")
     gateway_address = parse_address(gateway, allow_any_port=True)
+    advertised = settle_advertise(advertise)
     tame_openmp()
 
     async def main() -> None:
-        config = BackboneConfig(
-            registry=await settle_registries(registry, folders),
-            folders=folders,
-            model_file=model,
-            wire=forms,
-            host=host,
-            port=port,
-            advertise=advertise,
-            engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
-        )
+        registries = await settle_registries(registry, folders)
         with ProgressBars() as bars:
-            opening = open_backbone(
-                config, identity, lambda done, total: bars.update("hashing the model", done, total, is_bytes=True)
+
+            def progress(n_done: int, n_total: int) -> None:
+                bars.update("hashing the model", n_done, n_total, is_bytes=True)
+
+            choice = await asyncio.to_thread(_choose_wire, asked, model, folders, progress)
+            config = BackboneConfig(
+                registry=registries,
+                folders=folders,
+                model_file=model,
+                wire=choice.wire,
+                host=host,
+                port=port,
+                advertise=advertised,
+                engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
             )
-            async with opening as running:
-                await _serve_http(running, gateway_address, as_json, bars)
+            async with open_backbone(config, identity, progress) as running:
+                await _serve_http(running, gateway_address, as_json, bars, choice)
 
     run_daemon(main(), until_eof=until_eof)
 
 
-async def _serve_http(running: RunningBackbone, address: tuple[str, int], as_json: bool, bars: ProgressBars) -> None:
+def _choose_wire(asked: Wire | None, path: Path, folders: Folders, progress: ProgressCallback) -> WireChoice:
+    """Return the form asked for, else what the model's stored gate result allows; hashes a model that was never seen."""
+    result = load_result(folders.cache, prepare_model(path, folders, progress).manifest.model_id)
+    return asked_wire(asked, result) if asked is not None else choose_wire(result, engine_name())
+
+
+async def _serve_http(
+    running: RunningBackbone, address: tuple[str, int], as_json: bool, bars: ProgressBars, choice: WireChoice
+) -> None:
     runner = await start_gateway(running, address)
     try:
         bars.__exit__()
@@ -99,10 +127,13 @@ async def _serve_http(running: RunningBackbone, address: tuple[str, int], as_jso
                     "model": running.backbone.model_name,
                     "url": f"http://{where}/v1",
                     "node": str(running.endpoint.identity.node_id),
+                    "wire": str(choice.wire),
+                    "wire_because": choice.reason,
                 }
             )
         else:
             out.print(f"Serving {running.backbone.model_name} at http://{where}/v1", highlight=False)
+            out.print(f"Rows travel as {choice.wire}: {choice.reason}.", markup=False, highlight=False)
             _tell_missing(running)
         await asyncio.Event().wait()
     finally:

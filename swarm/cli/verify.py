@@ -1,149 +1,213 @@
-"""`swarm verify`: is what the swarm computes what stock llama.cpp computes?"""
+"""`swarm verify`: is what the swarm computes what stock llama.cpp computes, and which wire forms keep it so?"""
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
-from swarm.backbone.assembly import BackboneConfig, open_backbone
-from swarm.backbone.engine import EngineConfig
-from swarm.backbone.stock import StockModel
 from swarm.cli.options import JsonOption
 from swarm.cli.runtime import ProgressBars, out, print_json, run_async
-from swarm.emulation.processes import LocalSwarm
 from swarm.errors import UserError
 from swarm.files import Folders
-from swarm.gate.verify import PROMPT_LENGTHS, VerifyReport, compare
-from swarm.identity import Identity
-from swarm.model.gguf_file import GgufFile
-from swarm.model.spec import read_spec
-from swarm.native.library import load_library, use_exact_kernels
-from swarm.registry.client import parse_registry
+from swarm.gate.form_table import all_wires
+from swarm.gate.outcome import EXACT, Outcome, VerifyConfig
+from swarm.gate.stored import save_result
+from swarm.gate.verdict import DEFAULT_THRESHOLDS, MIN_TEXT_TOKENS, Thresholds
+from swarm.gate.verification import verify_model
+from swarm.ids import parse_index_set
+from swarm.native.library import use_exact_kernels
 from swarm.wire.rows import Wire, WireForm, parse_wire
 
-PROMPT_SEED = 1
-COVER_TIMEOUT_S = 30.0
+HELDOUT_NAME = "heldout.txt"
 
 
 def verify(
     model: Annotated[Path, typer.Option("--model", metavar="FILE", help="GGUF file of the whole model.")],
-    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="Wire form: exact or f32.")] = "exact",
+    wire: Annotated[
+        str | None,
+        typer.Option(
+            "--wire",
+            metavar="FORMS",
+            help="Wire forms: all, or a comma list like exact,q8/f16.",
+            show_default="exact; all with --save",
+        ),
+    ] = None,
     peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to decode after each prompt.")] = 200,
     control: Annotated[
         bool, typer.Option("--control", help="Change one byte of one expert at a peer, and expect to notice.")
     ] = False,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text",
+            metavar="FILE",
+            help="Held-out text to measure forms on.",
+            show_default=f"{HELDOUT_NAME} beside the model",
+        ),
+    ] = None,
+    text_tokens: Annotated[
+        int | None,
+        typer.Option("--text-tokens", min=1, help="Tokens of the text to use.", show_default="20000; 512 by layers"),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers",
+            metavar="SET",
+            help="Compare layer by layer, with one layer in memory at a time: auto, or layers like 0,8-11.",
+            show_default="only if the model does not fit in memory",
+        ),
+    ] = None,
+    min_mean_cosine: Annotated[
+        float, typer.Option("--min-mean-cosine", help="Least mean cosine of logits.")
+    ] = DEFAULT_THRESHOLDS.min_mean_cosine,
+    min_clear_agreement: Annotated[
+        float, typer.Option("--min-clear-agreement", help="Least share of clear positions with stock's token.")
+    ] = DEFAULT_THRESHOLDS.min_clear_agreement,
+    max_perplexity_change: Annotated[
+        float, typer.Option("--max-perplexity-change", help="Most that the perplexity may change, as a share.")
+    ] = DEFAULT_THRESHOLDS.max_perplexity_change,
+    min_layer_cosine: Annotated[
+        float, typer.Option("--min-layer-cosine", help="Layer by layer: least mean cosine of a layer's expert output.")
+    ] = DEFAULT_THRESHOLDS.min_layer_cosine,
+    save: Annotated[
+        bool, typer.Option("--save", help="Keep the result; serve then uses the cheapest form that passed.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a swarm on this machine and compare every logit with stock llama.cpp on the whole file.
+    """Start a swarm on this machine and compare it with stock llama.cpp on the whole file.
 
-    Exit code 0: the form `exact` is bit-identical (another form: done); with --control, the planted fault was found.
+    The form `exact` must be bit-identical. Other forms are measured on a text: agreement, cosine and perplexity.
+
+    Exit code 1: a form named in --wire failed (with `all`: exact or f32); with --control, the planted fault stayed unseen.
     """
-    forms = parse_wire(wire)
+    wires, required = parse_wires(wire or ("all" if save else "exact"))
+    config = VerifyConfig(
+        path=model,
+        folders=Folders.from_environment(),
+        wires=wires,
+        required=required,
+        n_peers=peers,
+        n_tokens=tokens,
+        control=control,
+        text=text or _beside(model),
+        n_text_tokens=text_tokens,
+        layers=_parse_layers(layers),
+        thresholds=Thresholds(
+            min_mean_cosine=min_mean_cosine,
+            min_clear_agreement=min_clear_agreement,
+            max_perplexity_change=max_perplexity_change,
+            min_layer_cosine=min_layer_cosine,
+        ),
+    )
+    if save:
+        _require_savable(config)
+    if config.layers is not None and wires == (EXACT,):
+        raise UserError("--layers compares forms with f32: name some with --wire, or all of them")
     use_exact_kernels()
-    result = run_async(_verify(model, forms, peers, tokens, control))
+    with ProgressBars() as bars:
+        outcome = run_async(verify_model(config, bars.update))
+    saved = None
+    if save and outcome.gate is not None and outcome.is_shortcut_honest:
+        saved = str(save_result(config.folders.cache, outcome.gate))
+    result = outcome.to_json() | {"saved": saved}
     if as_json:
         print_json(result)
     else:
-        _print(result)
-    passed = result["fault_found"] if control else result["passed"]
-    if not passed:
+        _print(outcome, result)
+    if not (outcome.fault_found if control else outcome.passed):
         raise typer.Exit(1)
 
 
-async def _verify(path: Path, wire: Wire, n_peers: int, n_tokens: int, control: bool) -> dict[str, Any]:
-    with GgufFile(path) as file:
-        spec = read_spec(file)
-    if n_peers > spec.n_expert:
-        raise UserError(f"more peers than experts: got {n_peers}, expected at most {spec.n_expert}")
-    config = EngineConfig(
-        n_ctx=max(PROMPT_LENGTHS) + n_tokens, n_batch=512, n_ubatch=512, n_threads=1, exact_kernels=True
-    )
-    with tempfile.TemporaryDirectory(prefix="swarm-verify-") as folder, ProgressBars() as bars:
-        home = Path(folder)
-        async with LocalSwarm(home) as swarm:
-            backbone_config = BackboneConfig(
-                registry=parse_registry(swarm.registry),
-                folders=Folders(home / "config", home / "state", home / "cache"),
-                model_file=path,
-                wire=wire,
-                host="127.0.0.1",
-                engine=config,
-            )
-            async with open_backbone(backbone_config, Identity.generate()) as running:
-                # The fault goes into the first MoE layer, where every later value feels it; any expert is used often.
-                fault = ("--plant-fault", f"{spec.moe_layers[0]}:0") if control else ()
-                await swarm.add_peers(n_peers, spec.n_expert, "--exact-kernels", faulty=fault)
-                await running.holders.wait_complete(COVER_TIMEOUT_S)
-                with StockModel(path, config) as stock:
-                    report = await compare(
-                        running,
-                        stock,
-                        n_tokens=n_tokens,
-                        prompt_tokens=_prompt(stock.n_vocab),
-                        progress=lambda done, total: bars.update("comparing", done, total),
-                    )
-    return _result(report, path, wire, control)
+def parse_wires(text: str) -> tuple[tuple[Wire, ...], frozenset[Wire]]:
+    """Return the forms that `--wire` names, each once, and which of them must pass; raises UserError."""
+    if text == "all":
+        return all_wires(), frozenset({EXACT, Wire(WireForm.F32, WireForm.F32)})
+    wires = tuple(dict.fromkeys(parse_wire(part.strip()) for part in text.split(",")))
+    if EXACT in wires:  # first: it is the one that the real swarm is compared in
+        wires = (EXACT, *(wire for wire in wires if wire != EXACT))
+    return wires, frozenset(wires)
 
 
-def _prompt(n_vocab: int) -> list[int]:
-    """Return the prompts' tokens: random ones, so that the experts' use is broad and any vocabulary will do."""
-    rng = np.random.default_rng(PROMPT_SEED)
-    return [int(token) for token in rng.integers(1, n_vocab, max(PROMPT_LENGTHS))]
+def _parse_layers(text: str | None) -> frozenset[int] | None:
+    if text is None:
+        return None
+    return frozenset() if text == "auto" else parse_index_set(text, "layers")
 
 
-def _result(report: VerifyReport, path: Path, wire: Wire, control: bool) -> dict[str, Any]:
-    library = load_library()
-    n_positions = sum(prompt.n_positions for prompt in report.prompts)
-    argmax_agreement = sum(prompt.n_same_argmax for prompt in report.prompts) / n_positions
-    is_required = wire.back is WireForm.EXACT
-    return {
-        "model": path.name,
-        "engine": f"{library.name} {library.version}",
-        "wire": str(wire),
-        "identical": report.identical,
-        "passed": report.assignments_add_up and (report.identical or not is_required),
-        "control": control,
-        "fault_found": control and not report.identical,
-        "n_assignments": report.n_assignments,
-        "n_assignments_expected": report.n_assignments_expected,
-        "assignments_add_up": report.assignments_add_up,
-        "assignments_by_peer": report.assignments_by_peer,
-        "argmax_agreement": argmax_agreement,
-        "prompts": [
-            {
-                "n_prompt": prompt.n_prompt,
-                "n_positions": prompt.n_positions,
-                "n_different": prompt.n_different,
-                "first_difference": prompt.first_difference,
-                "max_difference": prompt.max_difference,
-            }
-            for prompt in report.prompts
-        ],
-    }
+def _beside(model: Path) -> Path | None:
+    path = model.with_name(HELDOUT_NAME)
+    return path if path.is_file() else None
 
 
-def _print(result: dict[str, Any]) -> None:
-    table = Table(title=f"{result['model']} over {result['wire']}, {result['engine']}", title_justify="left")
-    for column in ("prompt tokens", "positions", "different", "largest difference"):
-        table.add_column(column, justify="right")
-    for prompt in result["prompts"]:
-        table.add_row(
-            str(prompt["n_prompt"]),
-            str(prompt["n_positions"]),
-            str(prompt["n_different"]),
-            f"{prompt['max_difference']:.3g}",
+def _require_savable(config: VerifyConfig) -> None:
+    if not config.needs_table:
+        raise UserError(
+            "nothing to save: --save needs forms that are measured on a text; leave --control and --wire out"
         )
-    out.print(table)
-    verdict = "identical, bit for bit" if result["identical"] else "not identical"
-    out.print(f"Against stock llama.cpp: {verdict}; same likeliest token in {result['argmax_agreement']:.2%}.")
-    out.print(
-        f"Peers computed {result['n_assignments']} (token, expert) pairs, expected {result['n_assignments_expected']}."
-    )
-    if result["control"]:
-        out.print("The planted fault was found." if result["fault_found"] else "The planted fault was NOT found.")
+    if config.layers is None and config.n_text_tokens is not None and config.n_text_tokens < MIN_TEXT_TOKENS:
+        raise UserError(
+            f"too few tokens to save a result: got --text-tokens {config.n_text_tokens}, expected {MIN_TEXT_TOKENS} or more"
+        )
+
+
+def _print(outcome: Outcome, result: dict[str, Any]) -> None:
+    first = outcome.config.wires[0]
+    if outcome.prompts is not None:
+        table = Table(title=f"{result['model']} over {first}, {result['engine']}", title_justify="left")
+        for column in ("prompt tokens", "positions", "different", "largest difference"):
+            table.add_column(column, justify="right")
+        for prompt in outcome.prompts.prompts:
+            table.add_row(
+                str(prompt.n_prompt), str(prompt.n_positions), str(prompt.n_different), f"{prompt.max_difference:.3g}"
+            )
+        out.print(table)
+        verdict = "identical, bit for bit" if outcome.prompts.identical else "not identical"
+        out.print(f"Against stock llama.cpp: {verdict}; same likeliest token in {result['argmax_agreement']:.2%}.")
+        out.print(
+            f"Peers computed {result['n_assignments']} (token, expert) pairs, "
+            f"expected {result['n_assignments_expected']}."
+        )
+    if outcome.config.control:
+        out.print("The planted fault was found." if outcome.fault_found else "The planted fault was NOT found.")
+    if outcome.gate is None:
+        return
+    out.print(_form_table(outcome))
+    if outcome.n_shortcut_differences:
+        verdict = "identical, bit for bit" if outcome.is_shortcut_honest else "NOT identical: do not trust the table"
+        out.print(f"Simulated and real peers, in each form: {verdict}.")
+    for form in outcome.forms:
+        for reason in form.reasons:
+            out.print(f"{form.wire} failed: {reason}.", markup=False)
+    out.print(f"serve would use {result['chosen']}: {result['chosen_because']}.", markup=False)
+    if result["saved"]:
+        out.print(f"Saved in {result['saved']}.", markup=False)
+
+
+def _form_table(outcome: Outcome) -> Table:
+    against = "stock llama.cpp" if outcome.method == "logits" else "f32, worst sampled layer"
+    table = Table(title=f"Forms against {against}, {outcome.n_text_tokens} tokens of text", title_justify="left")
+    table.add_column("form")
+    for column in ("bytes", "argmax", "clear", "min cos", "mean cos", "ppl"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for form in outcome.forms:
+        table.add_row(
+            str(form.wire),
+            str(form.bytes_per_row),
+            _share(form.argmax_agreement),
+            _share(form.clear_agreement),
+            "-" if form.min_cosine is None else f"{form.min_cosine:.5f}",
+            "-" if form.mean_cosine is None else f"{form.mean_cosine:.6f}",
+            "-" if form.perplexity_ratio is None else f"x{form.perplexity_ratio:.4f}",
+            "passed" if form.passed else "failed",
+        )
+    return table
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2%}"

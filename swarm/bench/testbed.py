@@ -1,0 +1,173 @@
+"""A swarm for benchmarks: a relay and peers as processes, emulated paths between them and a backbone in this process.
+
+backbone (this process) -> front ~~ emulated path ~~> peer 0
+                        -> front ~~ emulated path ~~> peer 1 ...
+all of them -> relay, directly: the registry is not on a token's way
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
+from swarm.backbone.engine import EngineConfig
+from swarm.dispatch.dispatcher import LayerSpan
+from swarm.emulation.hub import EmulatedPaths, EmulatorStats
+from swarm.emulation.link import NS_PER_S, LinkSpec
+from swarm.emulation.path import PathSpec
+from swarm.emulation.processes import LocalSwarm
+from swarm.files import Folders
+from swarm.identity import Identity
+from swarm.ids import format_index_set
+from swarm.model.gguf_file import GgufFile
+from swarm.model.spec import read_spec
+from swarm.net.addresses import format_address
+from swarm.registry.client import parse_registry
+from swarm.wire.rows import Wire
+
+COVER_TIMEOUT_S = 60.0
+PAYLOAD_FROM_BYTES = 200  # IP packets at least this large carry rows; acknowledgements take about 70
+BACKBONE_LINK = "backbone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathOptions:
+    """The paths to the peers.
+
+    Attributes:
+        rtts_s: round trip of each peer's path; one value stands for all.
+        jitter_s: of a round trip: each way is drawn from half the round trip +- half of this.
+        rate_bit_s: each host's access link per direction; None: no limit.
+    """
+
+    rtts_s: tuple[float, ...] = (0.0,)
+    jitter_s: float = 0.0
+    loss: float = 0.0
+    rate_bit_s: float | None = None
+    seed: int = 0
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether there is nothing to emulate."""
+        return not any(self.rtts_s) and not self.jitter_s and not self.loss and self.rate_bit_s is None
+
+    def rtt_s(self, peer: int) -> float:
+        """Round trip to a peer, without jitter."""
+        return self.rtts_s[peer % len(self.rtts_s)]
+
+    def spec(self, peer: int) -> PathSpec:
+        """One direction of a peer's path."""
+        return PathSpec(delay_s=self.rtt_s(peer) / 2, jitter_s=self.jitter_s / 2, loss=self.loss, seed=self.seed + peer)
+
+
+@dataclass(slots=True)
+class Testbed:
+    """What is running."""
+
+    running: RunningBackbone
+    swarm: LocalSwarm
+    hub: EmulatedPaths | None
+    path_names: list[str] = field(default_factory=list)
+    spans: list[LayerSpan] = field(default_factory=list)
+
+    async def path_stats(self) -> EmulatorStats | None:
+        """What the emulator did so far; it pauses for a moment, so ask between measurements."""
+        return await self.hub.stats() if self.hub is not None else None
+
+
+@contextlib.asynccontextmanager
+async def open_testbed(
+    folder: Path,
+    model: Path,
+    *,
+    n_peers: int,
+    wire: Wire,
+    paths: PathOptions,
+    engine: EngineConfig,
+    peer_options: tuple[str, ...] = (),
+) -> AsyncIterator[Testbed]:
+    """Yield a complete swarm over the paths; peers take their experts from the file, contiguous shares of every layer."""
+    with GgufFile(model) as file:
+        n_expert = read_spec(file).n_expert
+    async with contextlib.AsyncExitStack() as stack:
+        swarm = await stack.enter_async_context(LocalSwarm(folder / "children"))
+        hub: EmulatedPaths | None = None
+        if not paths.is_direct:
+            hub = await stack.enter_async_context(EmulatedPaths())
+            if paths.rate_bit_s is not None:
+                for host in (BACKBONE_LINK, *(f"peer{i}" for i in range(n_peers))):
+                    await hub.access(host, LinkSpec(rate_bit_s=paths.rate_bit_s))
+        names: list[str] = []
+        for index in range(n_peers):
+            share = range(n_expert * index // n_peers, n_expert * (index + 1) // n_peers)
+            options = ["--model", str(model), *peer_options]
+            if hub is not None:
+                port = _free_port()
+                names.append(f"path{index}")
+                limited = paths.rate_bit_s is not None
+                front = await hub.front(
+                    spec=paths.spec(index),
+                    to=("127.0.0.1", port),
+                    client=BACKBONE_LINK if limited else None,
+                    server=f"peer{index}" if limited else None,
+                    name=names[-1],
+                )
+                options += ["--port", str(port), "--advertise", format_address(front)]
+            await swarm.add_peer(share, *options)
+        config = BackboneConfig(
+            registry=parse_registry(swarm.registry),
+            folders=Folders(folder / "config", folder / "state", folder / "cache"),
+            model_file=model,
+            wire=wire,
+            host="127.0.0.1",
+            engine=engine,
+        )
+        running = await stack.enter_async_context(open_backbone(config, Identity.generate()))
+        await running.holders.wait_complete(COVER_TIMEOUT_S)
+        testbed = Testbed(running, swarm, hub, names)
+        running.dispatcher.on_layer = testbed.spans.append
+        yield testbed
+
+
+def drawn_round_trips_s(spans: list[LayerSpan], stats: EmulatorStats, path_names: list[str]) -> list[float]:
+    """Return, for each span, the slowest round trip that the paths really delivered to its packets.
+
+    Only packets large enough to carry rows count, and of each path the slowest of each direction within the span.
+    """
+    ways = [(_payload(stats, f"{name}/forth"), _payload(stats, f"{name}/back")) for name in path_names]
+    trips = []
+    for span in spans:
+        slowest = 0.0
+        for forth, back in ways:
+            there, here = _slowest(forth, span), _slowest(back, span)
+            if there and here:
+                slowest = max(slowest, there + here)
+        trips.append(slowest)
+    return trips
+
+
+def _payload(stats: EmulatorStats, name: str) -> np.ndarray:
+    records = stats.ways[name].records
+    return records[records[:, 3] >= PAYLOAD_FROM_BYTES]
+
+
+def _slowest(records: np.ndarray, span: LayerSpan) -> float:
+    chosen = records[(records[:, 0] >= span.began_ns) & (records[:, 0] < span.returned_ns)]
+    return float((chosen[:, 2] - chosen[:, 0]).max()) / NS_PER_S if len(chosen) else 0.0
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def describe(experts: range) -> str:
+    """Return a share as people write it."""
+    return format_index_set(experts)
