@@ -17,7 +17,7 @@ def relay(
     """Run a relay: the place where peers and backbones find each other."""
     from relay.daemon import RelayConfig, RelayDaemon, RelayReady
 
-    identity = Identity.load_or_create(Folders.from_environment().config / "relay.key")
+    identity = Identity.claim(Folders.from_environment().config, "relay")
 
     def on_ready(ready: RelayReady) -> None:
         if as_json:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,33 @@ def test_a_damaged_key_file_is_refused_and_kept(tmp_path: Path, size: int) -> No
     with pytest.raises(UserError, match=f"{size} bytes"):
         Identity.load_or_create(path)
     assert len(path.read_bytes()) == size
+
+
+def test_a_key_belongs_to_one_process_at_a_time_and_the_next_takes_the_next(tmp_path: Path) -> None:
+    def claim() -> subprocess.Popen[str]:
+        program = (
+            "import sys; from pathlib import Path; from swarm.identity import Identity;"
+            "print(Identity.claim(Path(sys.argv[1]), 'join').node_id, flush=True); sys.stdin.read()"
+        )
+        arguments = [sys.executable, "-c", program, str(tmp_path)]
+        return subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def name(process: subprocess.Popen[str]) -> str:
+        assert process.stdout is not None
+        return process.stdout.readline()
+
+    with claim() as first, claim() as second:
+        names = {name(first), name(second)}
+        assert len(names) == 2
+        first.kill()  # a claim ends with its process, however that ends
+        first.wait()
+        with claim() as third:
+            assert name(third) in names, "its key is used again, and no third one made"
+            third.kill()
+        second.kill()
+    assert sorted(path.name for path in tmp_path.glob("*.key")) == ["join-2.key", "join.key"]
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="SWARM_HOME"):
+        Identity.claim(Path("/proc/nope"), "join")
