@@ -14,6 +14,7 @@ from cryptography.x509.oid import NameOID
 from swarm.errors import IdentityMismatch
 from swarm.identity import Identity, node_id_of
 from swarm.ids import NodeId
+from swarm.net.congestion import ALGORITHM
 from swarm.wire.session import ALPN
 
 # Validity must not depend on anyone's clock (an hour of skew is common on volunteers' machines).
@@ -47,6 +48,7 @@ def quic_configuration(identity: Identity, certificate: x509.Certificate, *, is_
     """Return aioquic's configuration for one side. No tickets, no 0-RTT."""
     configuration = QuicConfiguration(
         is_client=is_client,
+        congestion_control_algorithm=ALGORITHM,
         alpn_protocols=[ALPN],
         idle_timeout=IDLE_TIMEOUT_S,
         max_data=MAX_DATA,

@@ -12,9 +12,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from aioquic.quic import events as quic_events
-from aioquic.quic.connection import QuicConnection
-
 from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -25,7 +22,7 @@ from swarm.errors import (
 )
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress
-from swarm.net.certificate import presented_node_id
+from swarm.net.quic_driver import QuicDriver
 from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
@@ -51,19 +48,21 @@ class Connection:
 
     def __init__(
         self,
-        quic: QuicConnection,
+        driver: QuicDriver,
         session: s.Session | None,
         *,
         make_session: Callable[[NodeId | None], s.Session],
         expected: NodeId | None,
         send: Callable[[bytes, Any], None],
+        send_copy: Callable[[bytes, Any], None],
         on_request: Callable[[Connection, int, m.Request], None],
         on_cancel: Callable[[Connection, int], None],
         on_gone: Callable[[Connection], None],
         on_cid: Callable[[Connection, bytes, bool], None],
     ) -> None:
-        self.quic = quic
-        self.is_client = quic.configuration.is_client
+        self.driver = driver
+        self.quic = driver.quic
+        self.is_client = driver.quic.configuration.is_client
         self.rtt_s: float | None = None  # smoothed round trip of a ping, seconds
         self.address: SocketAddress | None = None  # as a client: where it was dialled
         self.observed_address: str | None = None  # as a client: where the server sees us
@@ -71,6 +70,7 @@ class Connection:
         self._make_session = make_session
         self._expected = expected
         self._send = send
+        self._send_copy = send_copy
         self._on_request = on_request
         self._on_cancel = on_cancel
         self._on_gone = on_gone
@@ -84,8 +84,8 @@ class Connection:
         self.turn = asyncio.Lock()  # held while a bulky request of the other side is answered
         self._error: SwarmError | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at: float | None = None
-        self._is_flush_due = False
+        self._timer_at = 0.0  # when `_timer` fires
+        self._is_flush_due = self._is_flush_forced = False
         self._next_ping = 1
         self._pings: dict[int, float] = {}
         # A server's session, with its own deadline, exists only once the handshake is done. A client's dial has one.
@@ -154,9 +154,8 @@ class Connection:
             raise DeadlineExceeded(f"the other side has not taken its answers for {DRAIN_TIMEOUT_S:g} s") from None
 
     def n_unsent_bytes(self) -> int:
-        """Return how many bytes wait to be sent or acknowledged. aioquic 1.7 keeps them without a bound of its own."""
-        n_handed_over = sum(len(stream.sender._buffer) for stream in self.quic._streams.values())
-        return n_handed_over + (self._session.n_outgoing_bytes if self._session is not None else 0)
+        """Return how many bytes wait to be sent or acknowledged."""
+        return self.driver.n_unsent_bytes() + (self._session.n_outgoing_bytes if self._session is not None else 0)
 
     def respond(self, exchange: int, message: m.Response | m.Refusal) -> None:
         """Answer a request that `on_request` was told of; silently too late if nobody waits any more."""
@@ -173,7 +172,7 @@ class Connection:
     def receive(self, data: bytes, address: Any, now: float) -> None:
         """Take in one datagram. The endpoint flushes afterwards, once for all datagrams of a tick."""
         try:
-            self.quic.receive_datagram(data, address, now=now)
+            self.driver.receive(data, address, now)
         except (
             Exception
         ) as error:  # whatever a datagram can make aioquic or its parsers raise ends this connection only
@@ -181,44 +180,61 @@ class Connection:
             self._end(RemoteProtocolError(f"a datagram that QUIC cannot take: {type(error).__name__}"))
         self._pump(now)
         self._drained.set()
-        if len(self.quic._streams) > MAX_STREAMS:
-            self._end(RemoteProtocolError(f"too many streams: got {len(self.quic._streams)}, expected {MAX_STREAMS}"))
+        n_streams = self.driver.n_streams()
+        if n_streams > MAX_STREAMS:
+            self._end(RemoteProtocolError(f"too many streams: got {n_streams}, expected {MAX_STREAMS}"))
 
-    def flush_soon(self) -> None:
-        """Flush once in this tick of the loop, however often it is asked for."""
+    def flush_soon(self, *, is_forced: bool = True) -> None:
+        """Flush once in this tick of the loop, however often it is asked for.
+
+        `is_forced` false: only if the session has something to send, or QUIC may have.
+        """
+        self._is_flush_forced |= is_forced
         if not self._is_flush_due:
             self._is_flush_due = True
-            self._loop.call_soon(self.flush)
+            self._loop.call_soon(self._flush_once)
 
-    def flush(self) -> None:
-        """Hand the session's bytes to QUIC, QUIC's datagrams to the socket, and set the timer anew."""
+    def _flush_once(self) -> None:
         self._is_flush_due = False
+        has_data = self._hand_over()
+        if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
+            self.flush(has_data=has_data)
+        else:
+            self._set_timer()
+
+    def flush(self, *, has_data: bool = False) -> None:
+        """Hand the session's bytes to QUIC, QUIC's datagrams to the socket, and set the timer anew."""
+        self._is_flush_forced = False
+        has_data |= self._hand_over()
         now = clock()
-        self._hand_over()
-        for data, address in self.quic.datagrams_to_send(now):
+        for data, address in self.driver.flush(now, has_data=has_data):
             self._send(data, address)
         self._pump(now)  # sending can end the closing period
         self._set_timer()
 
     # Inside
 
-    def _hand_over(self) -> None:
+    def _hand_over(self) -> bool:
+        """Return whether QUIC got anything to send on streams."""
         if self._session is None:
-            return
+            return False
+        has_data = False
         for out in self._session.take_outgoing():
+            has_data = True
             stream = 4 * (out.exchange // 2) + out.exchange % 2
             try:
                 if out.is_reset:
-                    self.quic.reset_stream(stream, 0)
-                    self.quic.stop_stream(stream, 0)
+                    self.driver.abandon_stream(stream)
                 else:
-                    self.quic.send_stream_data(stream, out.data, out.is_end)
+                    self.driver.send_stream_data(stream, out.data, out.is_end)
             except (ValueError, RuntimeError) as error:
                 # QUIC has forgotten the stream, or the other side stopped it in this tick: nobody waits for these bytes.
                 logger.debug("nothing sent on exchange %d: %s", out.exchange, error)
         if self._session.wants_ping:
             self._session.wants_ping = False
             self._ping()
+            has_data = True
+        return has_data
 
     def _ping(self) -> None:
         if len(self._pings) < 16:  # unanswered ones of a dead path need not pile up
@@ -232,19 +248,25 @@ class Connection:
             deadline = self._session.next_deadline() if self._session is not None else self._handshake_deadline
             if self._error is not None:
                 deadline = None  # QUIC alone has something left to do: its closing period
-            at = min((each for each in (self.quic.get_timer(), deadline) if each is not None), default=None)
-        if at != self._timer_at or self._timer is None:
+            at = min((each for each in (self.driver.next_deadline(), deadline) if each is not None), default=None)
+        if at is None:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_later(max(0.0, at - clock()), self._on_timer) if at is not None else None
+                self._timer = None
+        elif self._timer is None or at < self._timer_at:
+            # A timer that is set for earlier stays: most deadlines move away with each packet, and to fire in vain once is
+            # cheaper than a new timer each time.
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(max(0.0, at - clock()), self._on_timer)
             self._timer_at = at
 
     def _on_timer(self) -> None:
         self._timer = None
         now = clock()
-        quic_at = self.quic.get_timer()
-        if quic_at is not None and now >= quic_at:
-            self.quic.handle_timer(now=now)
+        self.driver.handle_timer(now)
+        for data, address in self.driver.copies(now):
+            self._send_copy(data, address)
         if self._session is not None:
             self._handle(self._session.handle_timeout(now))
         elif self._handshake_deadline is not None and now >= self._handshake_deadline:
@@ -253,6 +275,7 @@ class Connection:
         self.flush()
 
     def _pump(self, now: float) -> None:
+        quic_events = self.driver.events
         while (event := self.quic.next_event()) is not None:
             if isinstance(event, quic_events.StreamDataReceived):
                 if self._session is None or event.stream_id % 4 > 1:
@@ -260,7 +283,7 @@ class Connection:
                     continue
                 exchange = 2 * (event.stream_id // 4) + event.stream_id % 4
                 self._handle(self._session.receive(exchange, event.data, event.end_stream, now=now))
-            elif isinstance(event, quic_events.StreamReset | quic_events.StopSendingReceived):
+            elif isinstance(event, (quic_events.StreamReset, quic_events.StopSendingReceived)):
                 if self._session is not None and event.stream_id % 4 <= 1:
                     exchange = 2 * (event.stream_id // 4) + event.stream_id % 4
                     self._handle(self._session.receive_reset(exchange))
@@ -286,7 +309,7 @@ class Connection:
             self.flush_soon()
             return
         try:
-            presented = presented_node_id(self.quic)
+            presented = self.driver.presented_node_id()
             if self._expected is not None and presented != self._expected:
                 raise IdentityMismatch(f"another node answered: got {presented.short}, expected {self._expected.short}")
         except IdentityMismatch as error:
@@ -294,7 +317,7 @@ class Connection:
             return
         self._session = self._make_session(presented)
 
-    def _on_terminated(self, event: quic_events.ConnectionTerminated) -> None:
+    def _on_terminated(self, event: Any) -> None:
         if self._error is None:
             # Application codes are ours (RemoteProtocolError.code); the reason is for people and untrusted: cut it.
             reason = printable(event.reason_phrase[:200]) or f"code 0x{event.error_code:x}"
@@ -318,10 +341,11 @@ class Connection:
                 if not self._opened.done():
                     self._opened.set_result(None)
                 self._ping()
+                self.flush_soon()
             elif isinstance(event, e.Closed):
                 self._end(event.error)
         if events:
-            self.flush_soon()
+            self.flush_soon(is_forced=False)
 
     def _settle(self, exchange: int, outcome: m.Response | SwarmError) -> None:
         answer = self._answers.pop(exchange, None)
@@ -341,7 +365,7 @@ class Connection:
         if self._session is not None:
             self._handle(self._session.close(error))
             self._hand_over()  # a refusal of the greeting still goes out, before QUIC drops all but its CONNECTION_CLOSE
-            for data, address in self.quic.datagrams_to_send(clock()):
+            for data, address in self.driver.flush(clock(), has_data=True):
                 self._send(data, address)
         for exchange in list(self._answers):
             self._settle(exchange, error)
@@ -358,7 +382,7 @@ class Connection:
             self._gone.set()
             if self._timer is not None:
                 self._timer.cancel()
-                self._timer = self._timer_at = None
+                self._timer = None
             self._on_gone(self)
 
 

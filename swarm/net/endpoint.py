@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Self
 
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
-from aioquic.quic.connection import QuicConnection
 from aioquic.quic.packet import QuicPacketType, pull_quic_header
 
 from swarm.errors import (
@@ -28,8 +27,9 @@ from swarm.errors import (
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address
-from swarm.net.certificate import make_certificate, quic_configuration
+from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
+from swarm.net.quic_driver import QuicDriver, driver_class
 from swarm.wire import messages as m
 from swarm.wire import session as s
 
@@ -71,9 +71,11 @@ class Endpoint:
         self._handler = handler
         self._serves = tuple(serves)
         self._versions = versions
+        self._driver = driver_class()
         certificate = make_certificate(identity)
         self._configurations = {
-            is_client: quic_configuration(identity, certificate, is_client=is_client) for is_client in (True, False)
+            is_client: self._driver.configuration(identity, certificate, is_client=is_client)
+            for is_client in (True, False)
         }
         self._connections: set[Connection] = set()
         self._by_cid: dict[bytes, Connection] = {}
@@ -84,7 +86,8 @@ class Endpoint:
         self._is_closing = False
         self.n_refused = 0  # first packets of connections for which there was no room
         self.n_send_drops = 0  # datagrams that the socket had no room for; QUIC sends their content again
-        self.bytes_sent = 0  # UDP payload
+        self.bytes_sent = 0  # UDP payload, without repair
+        self.repair_bytes = 0  # UDP payload sent a second time in case the first copy was lost
         self.bytes_received = 0
 
     async def __aenter__(self) -> Self:
@@ -140,10 +143,9 @@ class Endpoint:
         """
         if self._socket is None or self._is_closing:
             raise ConnectionLost("the endpoint is closed")
-        quic = QuicConnection(configuration=self._configurations[True])
-        connection = self._adopt(quic, expected, "")
+        connection = self._adopt(self._driver(self._configurations[True], None), expected, "")
         connection.address = address
-        quic.connect(address, now=clock())
+        connection.quic.connect(address, now=clock())
         connection.flush()
         try:
             async with asyncio.timeout(timeout_s):
@@ -159,11 +161,11 @@ class Endpoint:
 
     # Inside
 
-    def _adopt(self, quic: QuicConnection, expected: NodeId | None, address: str) -> Connection:
+    def _adopt(self, driver: QuicDriver, expected: NodeId | None, address: str) -> Connection:
         def make_session(remote: NodeId | None) -> s.Session:
             return s.Session(
                 self.identity,
-                is_client=quic.configuration.is_client,
+                is_client=driver.quic.configuration.is_client,
                 now=clock(),
                 expected=remote,
                 nonce=os.urandom(32),
@@ -173,11 +175,12 @@ class Endpoint:
             )
 
         connection = Connection(
-            quic,
+            driver,
             None,
             make_session=make_session,
             expected=expected,
             send=self._send,
+            send_copy=self._send_copy,
             on_request=self._on_request,
             on_cancel=self._on_cancel,
             on_gone=self._on_gone,
@@ -185,7 +188,7 @@ class Endpoint:
         )
         self._connections.add(connection)
         self._cids[connection] = set()
-        self._on_cid(connection, quic.host_cid, True)
+        self._on_cid(connection, driver.quic.host_cid, True)
         return connection
 
     def _on_readable(self) -> None:
@@ -206,11 +209,13 @@ class Endpoint:
                 connection.receive(data, address, now)
                 touched[connection] = None
         for connection in touched:
-            connection.flush_soon()
+            connection.flush_soon(is_forced=False)
 
     def _connection_for(self, data: bytes, address: Any) -> Connection | None:
         if not data or data[0] < 64:
             return None
+        if data[0] < 128:  # a short header: the connection's id follows (RFC 9000 section 17.3)
+            return self._by_cid.get(data[1 : 1 + CID_BYTES])
         try:
             header = pull_quic_header(Buffer(data=data), host_cid_length=CID_BYTES)
         except ValueError:
@@ -234,22 +239,31 @@ class Endpoint:
             self.n_refused += 1
             logger.log(level, "no room for a connection: got %d, %d half-open", len(self._connections), n_half_open)
             return None
-        quic = QuicConnection(configuration=configuration, original_destination_connection_id=header.destination_cid)
-        connection = self._adopt(quic, None, format_address(address))
+        driver = self._driver(configuration, header.destination_cid)
+        connection = self._adopt(driver, None, format_address(address))
         self._on_cid(connection, header.destination_cid, True)  # the client's first packets use the id it chose
         return connection
 
     def _send(self, data: bytes, address: Any) -> None:
+        if self._try_to_send(data, address):
+            self.bytes_sent += len(data)
+
+    def _send_copy(self, data: bytes, address: Any) -> None:
+        if self._try_to_send(data, address):
+            self.repair_bytes += len(data)
+
+    def _try_to_send(self, data: bytes, address: Any) -> bool:
         if self._socket is None:
-            return
+            return False
         try:
             self._socket.sendto(data, address)
-            self.bytes_sent += len(data)
+            return True
         except (BlockingIOError, InterruptedError):
             self.n_send_drops += 1
         except OSError as error:
             self.n_send_drops += 1
             logger.debug("send to %s failed: %s", address, error)
+        return False
 
     def _on_cid(self, connection: Connection, cid: bytes, is_issued: bool) -> None:
         cids = self._cids.get(connection)

@@ -1,0 +1,111 @@
+"""qh3 (Rust) in aioquic's place: less processor time per packet, the same wire. Import it only if it is installed.
+
+It has no hook for congestion control or acknowledgements, so nothing of `congestion` and `repair` applies: for short, clean,
+busy links. Figures in docs/transport.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from qh3.quic import events as qh3_events
+from qh3.quic.configuration import QuicConfiguration
+from qh3.quic.connection import QuicConnection, QuicConnectionError
+from qh3.tls import SignatureAlgorithm, load_pem_private_key, load_pem_x509_certificates
+
+from swarm.errors import IdentityMismatch
+from swarm.identity import Identity
+from swarm.ids import NodeId
+from swarm.net.certificate import IDLE_TIMEOUT_S, MAX_DATA, MAX_DATAGRAM_BYTES, MAX_STREAM_DATA
+from swarm.net.quic_driver import QuicDriver
+from swarm.net.repair import Datagram
+from swarm.wire.session import ALPN
+
+logger = logging.getLogger(__name__)
+
+# The raw 32 bytes of an ed25519 key are the end of its SubjectPublicKeyInfo (RFC 8410 section 4).
+_ED25519_PREFIX = bytes.fromhex("302a300506032b6570032100")
+
+
+class Qh3Driver(QuicDriver):
+    """One qh3 connection."""
+
+    events = qh3_events
+
+    @staticmethod
+    def configuration(identity: Identity, certificate: x509.Certificate, *, is_client: bool) -> QuicConfiguration:
+        configuration = QuicConfiguration(
+            is_client=is_client,
+            alpn_protocols=[ALPN],
+            idle_timeout=IDLE_TIMEOUT_S,
+            max_data=MAX_DATA,
+            max_stream_data=MAX_STREAM_DATA,
+            max_datagram_size=MAX_DATAGRAM_BYTES,
+            probe_datagram_size=False,
+            initial_rtt=0.1,  # as aioquic
+            server_name="swarm.invalid" if is_client else None,
+            verify_mode=ssl.CERT_NONE,  # the key itself is compared
+            signature_algorithms=[SignatureAlgorithm.ED25519] if is_client else None,
+        )
+        if not is_client:
+            key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+            configuration.certificate = load_pem_x509_certificates(certificate.public_bytes(Encoding.PEM))[0]
+            configuration.private_key = load_pem_private_key(key)
+        return configuration
+
+    def __init__(self, configuration: Any, original_cid: bytes | None) -> None:
+        self.quic = QuicConnection(configuration=configuration, original_destination_connection_id=original_cid)
+        self._held: deque[tuple[int, bytes, bool]] = deque()  # bounded by the session's MAX_EXCHANGES
+
+    def presented_node_id(self) -> NodeId:
+        certificate = self.quic.get_peercert()  # whose key signed the handshake: checked with CERT_NONE too
+        key = certificate.public_key() if certificate is not None else b""
+        if len(key) != len(_ED25519_PREFIX) + 32 or not key.startswith(_ED25519_PREFIX):
+            raise IdentityMismatch(f"the server's key is of the wrong kind: got {key[:16].hex()}, expected ed25519")
+        return NodeId(key[len(_ED25519_PREFIX) :])
+
+    def n_streams(self) -> int:
+        return 0  # its core bounds them: 103 that the other side may have open
+
+    def n_unsent_bytes(self) -> int:
+        return int(self.quic.get_send_buffer_size()) + sum(len(data) for _, data, _ in self._held)
+
+    def send_stream_data(self, stream: int, data: bytes, is_end: bool) -> None:
+        """qh3 2.1 forgets what is sent on a stream that the other side does not allow yet, so it is kept here."""
+        if self._held or not self._is_allowed(stream):
+            self._held.append((stream, data, is_end))
+        else:
+            self._call(self.quic.send_stream_data, stream, data, is_end)
+
+    def abandon_stream(self, stream: int) -> None:
+        n_held = len(self._held)
+        self._held = deque(each for each in self._held if each[0] != stream)
+        if len(self._held) == n_held:
+            self._call(self.quic.reset_stream, stream, 0)
+            self._call(self.quic.stop_stream, stream, 0)
+
+    def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
+        while self._held and self._is_allowed(self._held[0][0]):
+            self._call(self.quic.send_stream_data, *self._held.popleft())
+        try:
+            yield from self.quic.datagrams_to_send(now)
+        except QuicConnectionError as error:
+            # "packet builder capacity exhausted", now and then under many streams; the next call goes on from there.
+            logger.debug("qh3 sent nothing: %s", error)
+
+    def _is_allowed(self, stream: int) -> bool:
+        is_ours = stream % 2 == (0 if self.quic.configuration.is_client else 1)
+        return not is_ours or stream // 4 < self.quic.max_concurrent_bidi_streams
+
+    @staticmethod
+    def _call(operation: Callable[..., None], *arguments: Any) -> None:
+        try:
+            operation(*arguments)
+        except (QuicConnectionError, AssertionError) as error:
+            raise RuntimeError(str(error)) from error

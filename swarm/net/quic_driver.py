@@ -1,0 +1,199 @@
+"""A sans-IO QUIC connection, driven as dispatches need it: when to acknowledge, what to send twice, what the library hides.
+
+`AioquicDriver` is the default. `driver_class` gives the one that SWARM_QUIC names: `aioquic`, or `qh3` (extra `fast`), which
+speaks the same wire. All that `Connection` and `Endpoint` ask of a QUIC library is the class `QuicDriver`.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from aioquic.quic import events as aioquic_events
+from aioquic.quic.connection import QuicConnection
+from cryptography import x509
+
+from swarm.errors import UserError
+from swarm.identity import Identity
+from swarm.ids import NodeId
+from swarm.net.certificate import presented_node_id, quic_configuration
+from swarm.net.congestion import application_space, attach
+from swarm.net.repair import PAUSE_S, Datagram, Repair, needs_protection
+
+# aioquic acknowledges 1 ms after the first packet, in a packet of its own (27 bytes, and a send, a receive and two AEADs). Eight
+# let most acknowledgements ride on the answer, or on the next layer's dispatch; under the 25 ms that aioquic announces, and
+# under what the congestion control takes for a queue.
+ACK_DELAY_S = 0.008
+ACK_EVERY_PACKETS = 8  # a long transfer is acknowledged this often without delay, so that its window moves; guessed
+# A datagram this small that wants an acknowledgement is a ping or a request of a few bytes: answered at once, so that round
+# trips are measured without the delay. A ping is 31 bytes.
+SMALL_BYTES = 64
+
+
+class QuicDriver(ABC):
+    """One connection of some QUIC library.
+
+    Attributes:
+        quic: the library's own connection: streams, pings, close.
+        events: the library's module of event classes; `next_event` gives instances of these.
+    """
+
+    quic: Any
+    events: ModuleType
+
+    @staticmethod
+    @abstractmethod
+    def configuration(identity: Identity, certificate: x509.Certificate, *, is_client: bool) -> Any:
+        """Return what all connections of one side share."""
+
+    @abstractmethod
+    def __init__(self, configuration: Any, original_cid: bytes | None) -> None:
+        """Make a client's connection, or, with the id that the client chose for us, a server's."""
+
+    @abstractmethod
+    def presented_node_id(self) -> NodeId:
+        """Return whose key the server proved to hold; raises IdentityMismatch."""
+
+    @abstractmethod
+    def n_streams(self) -> int:
+        """Return how many streams the library keeps an object for."""
+
+    @abstractmethod
+    def n_unsent_bytes(self) -> int:
+        """Return how many bytes of streams the library holds."""
+
+    def send_stream_data(self, stream: int, data: bytes, is_end: bool) -> None:
+        """Give the library what a stream carries next; raises ValueError or RuntimeError on a stream that it has ended."""
+        self.quic.send_stream_data(stream, data, is_end)
+
+    def abandon_stream(self, stream: int) -> None:
+        """End both directions of a stream; raises as `send_stream_data`."""
+        self.quic.reset_stream(stream, 0)
+        self.quic.stop_stream(stream, 0)
+
+    def receive(self, data: bytes, address: Any, now: float) -> None:
+        """Take in a datagram. May raise anything: the datagram is a stranger's."""
+        self.quic.receive_datagram(data, address, now=now)
+
+    def wants_flush(self) -> bool:
+        """Return whether what was received since the last flush may have given the library something to send now.
+
+        Asked only on a connection that is open. What is left for later goes with the next flush, at `next_deadline` at last.
+        """
+        return True
+
+    def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
+        """Yield the datagrams to send now, as they are made. `has_data`: streams were written to since the last call."""
+        yield from self.quic.datagrams_to_send(now)
+
+    def copies(self, now: float) -> list[Datagram]:
+        """Return the datagrams to send a second time now."""
+        return []
+
+    def handle_timer(self, now: float) -> None:
+        """Let the library act on its deadline, if that has passed."""
+        at = self.quic.get_timer()
+        if at is not None and now >= at:
+            self.quic.handle_timer(now=now)
+
+    def next_deadline(self) -> float | None:
+        """Return when `handle_timer`, `copies` and `flush` should be called next."""
+        return self.quic.get_timer()  # type: ignore[no-any-return]
+
+
+class AioquicDriver(QuicDriver):
+    """aioquic, with our congestion control, acknowledgements that wait for an answer, and repair."""
+
+    events = aioquic_events
+    configuration = staticmethod(quic_configuration)
+
+    def __init__(self, configuration: Any, original_cid: bytes | None) -> None:
+        self.quic: QuicConnection = QuicConnection(
+            configuration=configuration, original_destination_connection_id=original_cid
+        )
+        self.controller, self._pacer = attach(self.quic, ack_delay_s=ACK_DELAY_S)
+        self._repair = Repair()
+        self._n_unacknowledged = 0
+        self._is_ack_urgent = False
+        self._n_lost = 0  # at the last flush
+
+    def presented_node_id(self) -> NodeId:
+        return presented_node_id(self.quic)
+
+    def n_streams(self) -> int:
+        return len(self.quic._streams)
+
+    def n_unsent_bytes(self) -> int:
+        """aioquic 1.7 keeps what waits to be sent or acknowledged, without a bound of its own."""
+        return sum(len(stream.sender._buffer) for stream in self.quic._streams.values())
+
+    def receive(self, data: bytes, address: Any, now: float) -> None:
+        self.quic.receive_datagram(data, address, now=now)
+        space = application_space(self.quic)
+        if space is not None and space.ack_at is not None:
+            self._n_unacknowledged += 1
+            # A gap is told at once (RFC 9000 section 13.2.1): the sender repairs after 9/8 of a round trip from then.
+            if len(data) < SMALL_BYTES or self._n_unacknowledged >= ACK_EVERY_PACKETS or len(space.ack_queue) > 1:
+                self._is_ack_urgent = True
+
+    def wants_flush(self) -> bool:
+        """False for most received packets: to look for something to send costs aioquic half of what sending a packet does.
+
+        Without a loss, and with less than half of the window under way, the last flush sent all there was.
+        """
+        controller = self.controller
+        return (
+            self._is_ack_urgent
+            or controller.n_lost != self._n_lost
+            or 2 * controller.bytes_in_flight > controller.congestion_window
+        )
+
+    def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
+        space = application_space(self.quic)
+        if space is not None and space.ack_at is not None and (has_data or self._is_ack_urgent):
+            space.ack_at = (
+                now - 1e-6
+            )  # due: rides on the first packet; a little ago, since one due now waits for the pacer
+        datagrams: list[Datagram] = []
+        while True:
+            self._pacer.start_slice()
+            some = self.quic.datagrams_to_send(now)
+            yield from some
+            datagrams += some
+            if not self._pacer.is_slice_full:
+                break
+        if space is not None and space.ack_at is None:
+            self._n_unacknowledged, self._is_ack_urgent = 0, False
+        controller = self.controller
+        self._n_lost = controller.n_lost
+        if datagrams:
+            is_protected = needs_protection(
+                n_packets=controller.n_packets,
+                n_packets_at_loss=controller.n_packets_at_loss,
+                is_congested=controller.is_congested(now, within_s=PAUSE_S),
+            )
+            self._repair.sent(datagrams, now, rtt_s=controller.min_rtt_s, is_protected=is_protected)
+
+    def copies(self, now: float) -> list[Datagram]:
+        return self._repair.due(now)
+
+    def next_deadline(self) -> float | None:
+        quic, repair = self.quic.get_timer(), self._repair.next_deadline()
+        return repair if quic is None else quic if repair is None else min(quic, repair)
+
+
+def driver_class() -> type[QuicDriver]:
+    """Return the driver that SWARM_QUIC asks for; raises UserError."""
+    name = os.environ.get("SWARM_QUIC", "aioquic")
+    if name == "aioquic":
+        return AioquicDriver
+    if name != "qh3":
+        raise UserError(f"unknown QUIC library in SWARM_QUIC: got {name[:40]!r}, expected aioquic or qh3")
+    try:
+        from swarm.net.qh3_driver import Qh3Driver
+    except ImportError as error:
+        raise UserError("SWARM_QUIC=qh3, but qh3 is not installed; run pip install 'moe-swarm[fast]'") from error
+    return Qh3Driver
