@@ -87,6 +87,8 @@ class LocalSwarm:
         self.relay: Child | None = None
         self.backbone: Child | None = None
         self.peers: list[Child] = []
+        self._children: list[Child] = []  # every one that got ready, from that moment: leaving ends them
+        self._n_named = 0  # homes given to peers; one that failed to start keeps its own
 
     async def __aenter__(self) -> Self:
         self.relay = await self._start("relay", ("relay", "--host", "127.0.0.1", "--port", "0"))
@@ -95,8 +97,7 @@ class LocalSwarm:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        children = [*filter(None, (self.backbone, *self.peers, self.relay))]
-        await asyncio.gather(*(child.stop() for child in children))
+        await asyncio.gather(*(child.stop() for child in self._children))
 
     @property
     def registry(self) -> str:
@@ -105,15 +106,20 @@ class LocalSwarm:
             raise ProcessFailed("the relay is not running")
         return str(self.relay.ready["registry"])
 
-    async def add_peer(self, experts: Sequence[int], *options: str) -> Child:
-        """Start a peer that holds these experts of every MoE layer, and wait until it is announced."""
-        peer = await self._start(f"peer{len(self.peers)}", self._join(experts, options))
+    async def add_peer(self, experts: Sequence[int] | Path, *options: str) -> Child:
+        """Start a peer that holds these experts of every MoE layer, or a slice file's, and wait until it is announced."""
+        peer = await self._start(self._name_peer(), self._join(experts, options))
         self.peers.append(peer)
         return peer
 
-    def _join(self, experts: Sequence[int], options: Sequence[str]) -> tuple[str, ...]:
-        experts_text = format_index_set(experts)
-        return ("join", "--experts", experts_text, "--host", "127.0.0.1", "--registry", self.registry, *options)
+    def _name_peer(self) -> str:
+        """Return a home of its own, taken before the start so that two starts at once do not share an identity."""
+        self._n_named += 1
+        return f"peer{self._n_named - 1}"
+
+    def _join(self, experts: Sequence[int] | Path, options: Sequence[str]) -> tuple[str, ...]:
+        held = ("--slice", str(experts)) if isinstance(experts, Path) else ("--experts", format_index_set(experts))
+        return ("join", *held, "--host", "127.0.0.1", "--registry", self.registry, *options)
 
     async def add_peers(self, n_peers: int, n_expert: int, *options: str, faulty: Sequence[str] = ()) -> None:
         """Start peers that hold equal contiguous shares of the experts, all at once.
@@ -121,11 +127,10 @@ class LocalSwarm:
         Args:
             faulty: further options for the first of them.
         """
-        first = len(self.peers)
         starts = []
         for i, share in enumerate(contiguous_shares(n_expert, n_peers)):
             extra = (*options, *(faulty if i == 0 else ()))
-            starts.append(self._start(f"peer{first + i}", self._join(share, extra)))
+            starts.append(self._start(self._name_peer(), self._join(share, extra)))
         outcomes = await asyncio.gather(*starts, return_exceptions=True)
         self.peers += [outcome for outcome in outcomes if isinstance(outcome, Child)]
         for outcome in outcomes:
@@ -179,7 +184,9 @@ class LocalSwarm:
         if not ready.done():
             await _end(process, watcher)
             raise ProcessFailed(f"{name} did not get ready: {' / '.join(lines[-5:]) or 'it printed nothing'}")
-        return Child(arguments, home, process, ready.result(), watcher, lines)
+        child = Child(arguments, home, process, ready.result(), watcher, lines)
+        self._children.append(child)  # here, for whoever awaits this may be cancelled in this very tick
+        return child
 
 
 def contiguous_shares(n_expert: int, n_peers: int) -> list[range]:

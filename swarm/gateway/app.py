@@ -6,7 +6,9 @@
   is sent as `data: {"error": ...}`, and the connection closes without `[DONE]`.
 - A client that hangs up, or stops reading for `stall_s`, has its generator closed, whatever the generator is doing.
 - No CORS headers, and only bodies declared as `application/json`: so a web page that somebody has open cannot make
-  its browser spend the swarm's work. Put a proxy in front to allow pages of your own.
+  its browser spend the swarm's work. Put a proxy in front to allow pages of your own. Such a page could still have its
+  own name point to this machine (DNS rebinding) and so be of the same origin: with `allowed_hosts`, a request must call
+  the gateway by a name of this machine alone, or by one that was allowed.
 - Prompts and answers are never logged.
 """
 
@@ -18,7 +20,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
 from typing import Any, NoReturn
 
 from aiohttp import web
@@ -34,11 +36,13 @@ from swarm.gateway.openai import (
     Json,
     RequestRefused,
     ServedModel,
+    check_prompt,
     error_answer,
     model_entry,
     parse_chat,
     parse_completion,
 )
+from swarm.net.addresses import is_loopback, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -48,19 +52,29 @@ WATCH_S = 0.05  # how soon a hang-up is seen between two steps; while writing it
 STATUS_CLIENT_GONE = 499  # nginx's, for the access log: nobody is left to read it
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 def create_app(
-    generator: TextGenerator, *, status: Callable[[], dict[str, Any]] | None = None, stall_s: float = STALL_S
+    generator: TextGenerator,
+    *,
+    status: Callable[[], dict[str, Any]] | None = None,
+    stall_s: float = STALL_S,
+    allowed_hosts: Collection[str] | None = None,
 ) -> web.Application:
     """Return the gateway, to be run by aiohttp's runner.
 
     Args:
         status: what `/health` adds to its answer. A list `reasons` that is not empty makes it a 503.
         stall_s: how long a stream waits for a client that does not read.
+        allowed_hosts: for a gateway that listens on loopback alone: names that a `Host` header may hold, besides
+            `localhost` and loopback IP literals; a request with any other is refused. None takes every host.
     """
     gateway = _Gateway(generator, status, stall_s)
-    app = web.Application(middlewares=[_shape_errors], client_max_size=MAX_BODY_BYTES)
+    middlewares: list[Any] = [_shape_errors]
+    if allowed_hosts is not None:
+        middlewares.append(_host_check(frozenset(host.lower().removesuffix(".") for host in allowed_hosts)))
+    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     app.router.add_post("/v1/chat/completions", gateway.chat)
     app.router.add_post("/v1/completions", gateway.completion)
     app.router.add_get("/v1/models", gateway.models)
@@ -112,6 +126,7 @@ class _Gateway:
             raise RequestRefused(str(self._template))
         # In a thread: a slow template must not hold up the swarm's traffic. It ends by its own deadline.
         prompt = await asyncio.to_thread(self._template.render, messages)
+        check_prompt(prompt, served, "messages")
         answer = ChatAnswer(
             answer_id=f"chatcmpl-{secrets.token_hex(12)}",
             created=int(time.time()),
@@ -276,6 +291,35 @@ async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamRes
         raise
     except Exception as error:
         return _error_response(_tell(error))
+
+
+def _host_check(allowed: frozenset[str]) -> Middleware:
+    """Return a middleware that refuses requests whose `Host` names neither this machine nor one of `allowed`."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        hosts = request.headers.getall("Host", [])
+        host = _without_port(hosts[0]) if len(hosts) == 1 else ""
+        if not is_loopback(host) and host not in allowed:
+            shown = ", ".join(hosts)[:100]
+            raise RequestRefused(
+                f"this gateway is not called {shown!r}: expected localhost; `swarm serve --allow-host` allows more",
+                code="host_not_allowed",
+                status=403,
+            )
+        return await handler(request)
+
+    return check
+
+
+def _without_port(host: str) -> str:
+    """Return a Host header's name or IP literal, lower case; empty if it is malformed."""
+    has_port = host.rpartition(":")[2].isdigit() and not host.endswith("]")
+    try:
+        name = parse_address(host if has_port else f"{host}:80")[0]
+    except UserError:
+        return ""
+    return name.lower().removesuffix(".")
 
 
 def _tell(error: Exception) -> ErrorAnswer:

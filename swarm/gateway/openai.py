@@ -30,6 +30,9 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
+# More bytes for each token of context cannot be a prompt that fits. Vocabularies hold longer tokens (runs of up to 128
+# spaces), but no text is made of those alone: ordinary text has 2 to 5. Tokenising what is refused here would take seconds.
+MAX_BYTES_PER_TOKEN = 64
 MAX_STOPS = 16  # OpenAI takes 4; llama.cpp's clients send a few more
 MAX_STOP_CHARS = 1024  # guessed
 MAX_TOKEN_ID = 2**31 - 1  # llama_token is an int32
@@ -108,7 +111,7 @@ class Call:
 def parse_completion(body: object, served: ServedModel) -> tuple[Call, str | tuple[int, ...], str]:
     """Return the call, its prompt, and the text to echo before the answer. Raises RequestRefused."""
     fields = _fields(body, served)
-    prompt = _prompt(fields.get("prompt"))
+    prompt = _prompt(fields.get("prompt"), served)
     echo = _value(fields, "echo", bool, False)
     if echo and not isinstance(prompt, str):
         raise RequestRefused("a prompt of token ids cannot be echoed: send it as text", param="echo")
@@ -122,9 +125,28 @@ def parse_chat(body: object, served: ServedModel) -> tuple[Call, tuple[Message, 
     turns = fields.get("messages")
     if not isinstance(turns, list) or not turns:
         raise RequestRefused("messages must be a list with at least one message", param="messages")
+    if len(turns) > served.n_ctx:  # each is at least one token
+        raise _too_long("messages", f"got {len(turns)} messages, expected at most {served.n_ctx}")
     messages = tuple(_message(turn, f"messages[{index}]") for index, turn in enumerate(turns))
+    _check_bytes(sum(len(message.content.encode()) for message in messages), served, "messages")
     name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
     return _call(fields, _max_tokens(fields, name, served.n_ctx, default=None)), messages
+
+
+def check_prompt(prompt: str, served: ServedModel, param: str) -> None:
+    """Raise RequestRefused if a text has too many bytes for the model's context, before it is tokenised."""
+    _check_bytes(len(prompt), served, param)  # at least as many bytes: what is far too long need not be encoded
+    _check_bytes(len(prompt.encode(errors="replace")), served, param)
+
+
+def _check_bytes(n_bytes: int, served: ServedModel, param: str) -> None:
+    limit = served.n_ctx * MAX_BYTES_PER_TOKEN
+    if n_bytes > limit:
+        raise _too_long(param, f"got {n_bytes} bytes, expected at most {limit} for {served.n_ctx} tokens of context")
+
+
+def _too_long(param: str, what: str) -> RequestRefused:
+    return RequestRefused(f"the prompt is too long: {what}", param=param, code="context_length_exceeded")
 
 
 def _fields(body: object, served: ServedModel) -> Json:
@@ -193,13 +215,16 @@ def _stop(value: object) -> tuple[str, ...]:
     return tuple(_text(stop, "stop") for stop in stops)
 
 
-def _prompt(value: object) -> str | tuple[int, ...]:
+def _prompt(value: object, served: ServedModel) -> str | tuple[int, ...]:
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
             raise RequestRefused(f"one prompt per request: got {len(value)}", param="prompt")
         value = value[0]
     if isinstance(value, str):
+        check_prompt(value, served, "prompt")
         return _text(value, "prompt")
+    if isinstance(value, list) and len(value) > served.n_ctx:
+        raise _too_long("prompt", f"got {len(value)} tokens, expected at most {served.n_ctx - 1}")
     if isinstance(value, list) and value and all(type(token) is int and 0 <= token <= MAX_TOKEN_ID for token in value):
         return tuple(value)
     raise RequestRefused("prompt must be a string, a list with one string, or a list of token ids", param="prompt")

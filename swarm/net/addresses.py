@@ -35,6 +35,23 @@ def format_address(address: tuple[str, int] | tuple[str, int, int, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether `host` is `localhost` or an IP literal that means this machine alone; other names are not looked up."""
+    if host.lower().removesuffix(".") == "localhost":
+        return True
+    try:
+        return plain_ip(host).is_loopback
+    except ValueError:
+        return False
+
+
+def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Return an IP literal's address, an IPv4 one in IPv6 clothes (RFC 4291 section 2.5.5.2) as itself. Raises ValueError."""
+    address = ipaddress.ip_address(host)
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return address if mapped is None else mapped
+
+
 def resolve(address: SocketAddress) -> SocketAddress:
     """Return the address with its host as an IPv4 literal, asking the resolver if needed. Raises UserError."""
     host, port = address

@@ -1,6 +1,7 @@
 """The records that one registry node keeps: leases with an explicit `now`, bounded in every direction.
 
-Pure: `now` is monotonic seconds from the caller, never smaller than in an earlier call. Knows no sockets and asks nobody.
+Pure: `now` is monotonic seconds from the caller, never smaller than in an earlier call. Knows no sockets and asks nobody;
+a `prefix` is whatever the caller says stands for one owner of addresses, None for nobody who needs a limit.
 
 A slot is one (node, kind, model). Its life:
 
@@ -15,17 +16,20 @@ Rules that are easy to get wrong:
   announcer renews with a higher seq. Another record with an equal seq is stale: the first one stands.
 - A full table refuses what is new with Overloaded. It never evicts a live record, so a flood of new nodes cannot push out
   the ones that serve. Only remembered slots (they protect against replay, nobody looks them up) give way, oldest first.
+- Keys cost nothing, addresses do: a prefix fills at most its share of the table, live and remembered slots together, so that
+  one host can neither fill the table nor push the others' remembered slots out. A slot counts for the prefix that its
+  last record came from.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swarm.errors import IdentityMismatch, Overloaded
 from swarm.ids import ModelId, NodeId
-from swarm.registry.records import RecordKind, SignedRecord, Withdrawal, verify
+from swarm.registry.records import Record, RecordKind, SignedRecord, Withdrawal, verify
 
 REMEMBER_S = 24 * 3600.0  # DESIGN section 4: the highest seq outlives its record by 24 h
 FULL_RETRY_S = 30.0  # guessed: leases last minutes, so room rarely appears sooner
@@ -41,6 +45,9 @@ class TableLimits:
     max_records_per_node: int = 8  # live and remembered together
     max_bytes: int = 32 << 20  # of live signed records
     max_remembered: int = 20_000
+    # A tenth of the table. Live and remembered together, so 20 prefixes are needed to fill what is remembered.
+    max_records_per_prefix: int = 1_000
+    max_bytes_per_prefix: int = (32 << 20) // 10
 
 
 class PutResult(StrEnum):
@@ -58,6 +65,15 @@ class _Slot:
     seq: int
     until: float  # live: when the lease ends; remembered: when the seq is forgotten
     signed: SignedRecord | None  # None: remembered
+    prefix: str | None  # that its last record came from
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one prefix holds of the table: its slots, and the size of the live records in them."""
+
+    keys: set[Key] = field(default_factory=set)
+    n_bytes: int = 0
 
 
 class RegistryTable:
@@ -67,6 +83,7 @@ class RegistryTable:
         self._limits = limits or TableLimits()
         self._slots: dict[Key, _Slot] = {}
         self._keys_of_node: dict[NodeId, set[Key]] = {}
+        self._share_of_prefix: dict[str, _Share] = {}
         self._live_of_model: dict[ModelId, set[Key]] = {}
         self._remembered: dict[Key, None] = {}  # ordered by `until`: each enters at the latest time so far
         self._leases: list[tuple[float, Key]] = []  # a heap; entries whose slot has moved on are skipped
@@ -86,16 +103,24 @@ class RegistryTable:
         """Slots of which only the highest seq is kept."""
         return len(self._remembered)
 
-    def put(self, signed: SignedRecord, *, owner: NodeId, now: float) -> PutResult:
+    def put(self, signed: SignedRecord, *, owner: NodeId, now: float, prefix: str | None = None) -> PutResult:
         """Take an untrusted record that came over the connection of the authenticated node `owner`; return what it did.
+
+        Args:
+            prefix: where that connection comes from; None: no limit applies to it.
 
         Raises:
             RemoteProtocolError: bad form or signature.
             IdentityMismatch: the record speaks for another node than `owner`.
             Overloaded: no room, and the record is new or larger than the one it replaces; nothing changed.
         """
+        return self.put_verified(verify(signed), signed, owner=owner, now=now, prefix=prefix)
+
+    def put_verified(
+        self, record: Record, signed: SignedRecord, *, owner: NodeId, now: float, prefix: str | None = None
+    ) -> PutResult:
+        """Do what `put` does, for a caller that has `record = verify(signed)` already: verifying is the dear part."""
         self.expire(now)
-        record = verify(signed)
         if record.node != owner:
             raise IdentityMismatch(
                 f"record from a foreign connection: got node {record.node.short}, expected {owner.short}"
@@ -106,11 +131,16 @@ class RegistryTable:
         slot = self._slots.get(key)
         if slot is not None and record.seq <= slot.seq:
             return PutResult.UNCHANGED if slot.signed == signed else PutResult.STALE
-        self._make_room(key, slot, signed)
+        self._make_room(key, slot, signed, prefix)
         was_live = slot is not None and slot.signed is not None
         if slot is not None:
             self._take_out(key, slot)
-        self._slots[key] = _Slot(record.seq, now + record.ttl_s, signed)
+            self._leave(slot.prefix, key)
+        self._slots[key] = _Slot(record.seq, now + record.ttl_s, signed, prefix)
+        if prefix is not None:
+            share = self._share_of_prefix.setdefault(prefix, _Share())
+            share.keys.add(key)
+            share.n_bytes += signed.size_bytes
         self._keys_of_node.setdefault(record.node, set()).add(key)
         self._live_of_model.setdefault(record.model, set()).add(key)
         self._n_live += 1
@@ -175,8 +205,8 @@ class RegistryTable:
         self._remember(key, slot, seq, now + REMEMBER_S)
         return PutResult.WITHDRAWN if was_live else PutResult.UNCHANGED
 
-    def _make_room(self, key: Key, slot: _Slot | None, signed: SignedRecord) -> None:
-        """Raise Overloaded if `signed` does not fit; the last step may forget the node's own oldest remembered slot."""
+    def _make_room(self, key: Key, slot: _Slot | None, signed: SignedRecord, prefix: str | None) -> None:
+        """Raise Overloaded if `signed` does not fit; the last step may forget the node's or prefix's oldest remembered slot."""
         limits = self._limits
         old = slot.signed if slot is not None else None
         n_bytes = self._n_bytes + signed.size_bytes - (old.size_bytes if old is not None else 0)
@@ -187,15 +217,36 @@ class RegistryTable:
             )
         if old is None and self._n_live >= limits.max_records:
             raise Overloaded(f"registry is full: {self._n_live} live records", retry_after_s=FULL_RETRY_S)
-        keys = self._keys_of_node.get(key[0], set())
-        if slot is None and len(keys) >= limits.max_records_per_node:
-            dead = [other for other in keys if other in self._remembered]
-            if not dead:
+        given_up: set[Key] = set()
+        if slot is None:
+            keys = self._keys_of_node.get(key[0], set())
+            self._give_up(given_up, keys, limits.max_records_per_node, f"node {key[0].short}")
+        if prefix is not None:
+            share = self._share_of_prefix.get(prefix, _Share())
+            is_inside = key in share.keys
+            old = old if is_inside else None
+            n_bytes = share.n_bytes + signed.size_bytes - (old.size_bytes if old is not None else 0)
+            if n_bytes > limits.max_bytes_per_prefix and (old is None or signed.size_bytes > old.size_bytes):
                 raise Overloaded(
-                    f"too many records of node {key[0].short}: expected at most {limits.max_records_per_node}",
+                    f"too many bytes from {prefix}: got {n_bytes}, expected at most {limits.max_bytes_per_prefix}",
                     retry_after_s=FULL_RETRY_S,
                 )
-            self._forget(min(dead, key=lambda other: (self._slots[other].until, other)))
+            if not is_inside:
+                self._give_up(given_up, share.keys, limits.max_records_per_prefix, prefix)
+        for other in given_up:
+            self._forget(other)
+
+    def _give_up(self, given_up: set[Key], keys: set[Key], limit: int, whose: str) -> None:
+        """Add to `given_up` the oldest remembered one of `keys` if they are at their limit; Overloaded if all are live."""
+        if len(keys) < limit or len(keys - given_up) < limit:
+            return
+        dead = [other for other in keys if other in self._remembered]
+        if not dead:
+            raise Overloaded(
+                f"too many records from {whose}: expected at most {limit}",
+                retry_after_s=FULL_RETRY_S,
+            )
+        given_up.add(min(dead, key=lambda other: (self._slots[other].until, other)))
 
     def _take_out(self, key: Key, slot: _Slot) -> None:
         """Undo a slot's place in the counts and indexes of its state; it stays in `_slots`."""
@@ -204,6 +255,8 @@ class RegistryTable:
             return
         self._n_live -= 1
         self._n_bytes -= slot.signed.size_bytes
+        if slot.prefix is not None:
+            self._share_of_prefix[slot.prefix].n_bytes -= slot.signed.size_bytes
         keys = self._live_of_model[key[2]]
         keys.discard(key)
         if not keys:
@@ -211,17 +264,27 @@ class RegistryTable:
 
     def _remember(self, key: Key, slot: _Slot, seq: int, until: float) -> None:
         self._take_out(key, slot)
-        self._slots[key] = _Slot(seq, until, None)
+        self._slots[key] = _Slot(seq, until, None, slot.prefix)
         self._remembered[key] = None
         if len(self._remembered) > self._limits.max_remembered:
             self._forget(next(iter(self._remembered)))
 
     def _forget(self, key: Key) -> None:
+        self._leave(self._slots[key].prefix, key)
         del self._remembered[key], self._slots[key]
         keys = self._keys_of_node[key[0]]
         keys.discard(key)
         if not keys:
             del self._keys_of_node[key[0]]
+
+    def _leave(self, prefix: str | None, key: Key) -> None:
+        """Take a slot, whose bytes are off the count already, out of its prefix's share."""
+        if prefix is None:
+            return
+        share = self._share_of_prefix[prefix]
+        share.keys.discard(key)
+        if not share.keys:
+            del self._share_of_prefix[prefix]
 
     def _is_current(self, lease: tuple[float, Key]) -> bool:
         slot = self._slots.get(lease[1])

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from relay.daemon import RelayConfig, RelayDaemon, RelayReady
-from swarm.errors import NetworkError
+from swarm.errors import NetworkError, RemoteRefused
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId
 from swarm.net.connection import Connection
@@ -156,6 +156,44 @@ async def test_peers_lists_what_was_announced_who_answers_and_what_is_missing(tm
     assert NOBODY in down["error"]
     assert A.node_id.short in table
     assert "Missing experts" in table
+
+
+async def test_a_node_that_announces_in_a_tight_loop_is_put_off_and_others_are_not() -> None:
+    async with (
+        relay_here(Identity.generate()) as relay,
+        Endpoint(A, host="127.0.0.1") as endpoint,
+        Endpoint(B, host="127.0.0.1") as other,
+    ):
+        client = RegistryClient(endpoint, parse_registry(relay.registry))
+        refusal: RemoteRefused | None = None
+        for seq in range(1, 60):
+            try:
+                await client.publish(sign(announcement(A, NOBODY, range(4), seq=seq), A))
+            except RemoteRefused as error:
+                refusal = error
+                break
+        assert refusal is not None
+        assert refusal.remote_code == m.ErrorCode.BUSY
+        await client.records()
+        beside = RegistryClient(other, parse_registry(relay.registry))
+        await beside.publish(sign(announcement(B, NOBODY, range(4)), B))
+
+
+async def test_a_server_knows_the_address_that_a_client_comes_from() -> None:
+    seen: list[str | None] = []
+
+    async def status(connection: Connection, request: m.Request) -> m.Response:
+        seen.append(connection.remote_address)
+        return m.Status(data=b"{}")
+
+    async with (
+        Endpoint(A, host="127.0.0.1", handler=status, serves=(m.GetStatus,)) as server,
+        Endpoint(US, host="127.0.0.5") as client,
+    ):
+        connection = await client.dial(("127.0.0.1", server.port), expected=A.node_id)
+        await connection.request(m.GetStatus(), timeout_s=5.0)
+        assert connection.remote_address is None
+    assert seen == ["127.0.0.5"]
 
 
 async def test_another_registry_than_the_one_expected_is_refused(tmp_path: Path) -> None:

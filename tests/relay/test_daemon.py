@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from types import TracebackType
 from typing import Any, Self
 
 import pytest
 
 import relay.daemon
-from relay.daemon import EXPIRE_S, RelayConfig, RelayDaemon, RelayReady
+from relay.daemon import ANNOUNCE_BURST, ANNOUNCE_PER_S, EXPIRE_S, RelayConfig, RelayDaemon, RelayReady
 from swarm import __version__
-from swarm.errors import IdentityMismatch, UserError
+from swarm.errors import IdentityMismatch, Overloaded, UserError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId
 from swarm.registry.client import parse_registry
@@ -73,6 +74,7 @@ def endpoints(monkeypatch: pytest.MonkeyPatch) -> list[BoundEndpoint]:
     made: list[BoundEndpoint] = []
     monkeypatch.setattr(BoundEndpoint, "made", made, raising=False)
     monkeypatch.setattr(relay.daemon, "Endpoint", BoundEndpoint)
+    monkeypatch.setattr(relay.daemon, "outward_host", {socket.AF_INET: "10.1.2.3", socket.AF_INET6: None}.get)
     return made
 
 
@@ -101,7 +103,7 @@ def ready_line(config: RelayConfig) -> RelayReady:
         ("2001:db8::1", 7440, "[2001:db8::1]:7440"),
     ],
 )
-def test_once_bound_it_says_how_others_reach_it(
+def test_once_bound_it_says_how_this_machine_reaches_it(
     endpoints: list[BoundEndpoint], host: str, port: int, shown: str
 ) -> None:
     ready = ready_line(RelayConfig(host=host, port=port))
@@ -113,6 +115,30 @@ def test_once_bound_it_says_how_others_reach_it(
     assert (endpoint.options["host"], endpoint.options["port"]) == (host, port)
     assert endpoint.identity is R
     assert not endpoint.is_open, "cancelled, it leaves nothing open"
+
+
+@pytest.mark.parametrize(
+    ("host", "advertise", "public", "is_local"),
+    [
+        ("0.0.0.0", None, "10.1.2.3:7440", False),
+        ("::", None, None, False),
+        ("127.0.0.1", None, None, True),
+        ("localhost", None, None, True),
+        ("192.0.2.1", None, "192.0.2.1:7440", False),
+        ("0.0.0.0", "relay.example.org:9", "relay.example.org:9", False),
+        ("127.0.0.1", "192.0.2.7:7440", "192.0.2.7:7440", True),
+    ],
+)
+def test_others_are_told_an_address_that_they_can_use(
+    endpoints: list[BoundEndpoint], host: str, advertise: str | None, public: str | None, is_local: bool
+) -> None:
+    ready = ready_line(RelayConfig(host=host, advertise=advertise))
+    assert ready.public == (None if public is None else f"swarm://{R.node_id}@{public}")
+    assert ready.is_local is is_local
+    assert public is None or ready.public is not None
+    if ready.public is not None:
+        (found,) = parse_registry(ready.public)
+        assert found.node == R.node_id
 
 
 def test_it_serves_the_registry_and_its_status_and_nothing_else(endpoints: list[BoundEndpoint]) -> None:
@@ -162,16 +188,64 @@ def test_the_handler_asks_in_the_name_of_the_node_that_the_connection_proved(end
         await asyncio.sleep(0)
         handler = endpoints[0].options["handler"]
 
-        class From:
-            def __init__(self, identity: Identity) -> None:
-                self.remote = identity.node_id
-
         request = m.Announce(record=announcement(A).to_bytes())
         with pytest.raises(IdentityMismatch):
             await handler(From(B), request)
         assert await handler(From(A), request) == m.Accepted(is_new=True, highest_seq=1)
         answer = await handler(From(B), m.Lookup(model_id=MODEL))
         assert answer.records == ((60_000, announcement(A).to_bytes()),)
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())
+
+
+class From:
+    """What the daemon looks at of a client's connection."""
+
+    def __init__(self, identity: Identity, address: str = "127.0.0.1") -> None:
+        self.remote = identity.node_id
+        self.remote_address = address
+
+
+def test_a_connection_that_announces_too_often_is_put_off_before_its_record_is_read(
+    endpoints: list[BoundEndpoint], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(RelayConfig(), R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        await asyncio.sleep(0)
+        handler = endpoints[0].options["handler"]
+        request = m.Announce(record=announcement(A).to_bytes())
+        flood, honest = From(A), From(A)
+        for _ in range(int(ANNOUNCE_BURST)):
+            await handler(flood, request)
+        garbage = m.Announce(record=b"x" * 100)
+        with pytest.raises(Overloaded, match="too many announcements") as refusal:
+            await handler(flood, garbage)
+        assert refusal.value.retry_after_s == pytest.approx(1 / ANNOUNCE_PER_S)
+        await handler(flood, m.Lookup(model_id=MODEL))
+        await handler(honest, request)  # another connection is not held up
+        await asyncio.sleep(1 / ANNOUNCE_PER_S + 0.001)
+        await handler(flood, request)
+        with pytest.raises(Overloaded):
+            await handler(flood, request)
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())
+
+
+def test_another_machine_cannot_announce_a_loopback_address(endpoints: list[BoundEndpoint]) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(RelayConfig(), R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        await asyncio.sleep(0)
+        handler = endpoints[0].options["handler"]
+        request = m.Announce(record=announcement(A).to_bytes())
+        with pytest.raises(UserError, match=r"127\.0\.0\.1:1: got it from 192\.0\.2\.7; give --advertise"):
+            await handler(From(A, "192.0.2.7"), request)
+        assert (await handler(From(A, "::ffff:127.0.0.1"), request)).is_new
         task.cancel()
         await asyncio.wait([task])
 

@@ -119,6 +119,69 @@ async def test_a_child_that_fails_says_why_and_the_others_stay(tmp_path: Path, t
     assert left.process.returncode == 0
 
 
+async def test_children_that_got_ready_before_a_start_was_given_up_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[asyncio.subprocess.Process]
+) -> None:
+    """`add_peers` waits for all: what is ready already must have an owner when it is cancelled."""
+    _script(monkeypatch, READY_UNLESS_FIRST)
+    async with LocalSwarm(tmp_path) as swarm:
+        task = asyncio.create_task(swarm.add_peers(3, 3))
+        async with asyncio.timeout(30):
+            while len(swarm._children) < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        assert not task.done(), "the first peer never gets ready"
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert len(started) == 4
+    assert all(process.returncode is not None for process in started), "a child was lost"
+    assert sorted(process.returncode or 0 for process in started) == [-signal.SIGKILL, 0, 0, 0]
+
+
+async def test_peers_that_start_at_once_share_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _script(monkeypatch, READY)
+    async with LocalSwarm(tmp_path) as swarm:
+        await asyncio.gather(swarm.add_peer([0]), swarm.add_peer([1]), swarm.add_peers(2, 2))
+        assert len({peer.home for peer in swarm.peers}) == 4
+
+
+async def test_a_child_that_was_replaced_while_it_ran_is_ended_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[asyncio.subprocess.Process]
+) -> None:
+    _script(monkeypatch, READY)
+    async with LocalSwarm(tmp_path) as swarm:
+        first = await swarm.add_peer([0])
+        second = await swarm.restart(first)
+        assert swarm.peers == [second]
+    assert [process.returncode for process in started] == [0, 0, 0]
+
+
+# A child that is quick to start: ready at once, and gone when its input closes.
+READY = """
+import json, sys
+print(json.dumps({"event": "ready", "registry": "127.0.0.1:1"}), flush=True)
+sys.stdin.read()
+"""
+READY_UNLESS_FIRST = (
+    """
+import os, time
+if os.environ["SWARM_HOME"].endswith("peer0"):
+    time.sleep(60)
+"""
+    + READY
+)
+
+
+def _script(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    """Let every child run `program` instead of a command."""
+    start = asyncio.create_subprocess_exec
+
+    async def play(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        return await start(sys.executable, "-c", program, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", play)
+
+
 async def test_a_child_that_is_late_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[asyncio.subprocess.Process]
 ) -> None:

@@ -551,3 +551,83 @@ async def test_many_clients_at_once_do_not_mix(caplog: pytest.LogCaptureFixture)
                 return "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1])
 
         assert await asyncio.gather(*map(ask, prompts)) == prompts
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_prompt_far_beyond_the_context_never_reaches_the_generator(path: str) -> None:
+    text = "x" * (MAX_BODY_BYTES - 1000)
+    async with serving(ScriptedGenerator("ok")) as client:
+        body = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+        async with client.post(path, json=body) as response:
+            assert response.status == 400
+            error = (await response.json())["error"]
+    assert error["code"] == "context_length_exceeded"
+    assert "expected at most 32768 for 512 tokens of context" in error["message"]
+
+
+async def test_a_conversation_that_its_template_swells_is_refused_too() -> None:
+    generator = ScriptedGenerator("ok", chat_template="{% for m in messages %}" + "y" * 100 + "{% endfor %}")
+    async with serving(generator) as client:
+        turns = [{"role": "user", "content": "x"}] * 400
+        async with client.post("/v1/chat/completions", json={"messages": turns}) as response:
+            assert response.status == 400
+            assert (await response.json())["error"]["code"] == "context_length_exceeded"
+    assert generator.requests == []
+
+
+REBOUND = ["evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example:80", "192.0.2.1", ""]
+REBOUND += ["[::1", "::1", "127.0.0.1:x", "localhost:80:80", "user@localhost", "[2001:db8::1]:80"]
+
+
+@pytest.mark.parametrize("host", REBOUND)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_a_page_whose_name_was_bound_to_this_machine_is_refused(host: str, method: str) -> None:
+    generator = ScriptedGenerator("ok")
+    async with serving(generator, allowed_hosts=["ours.example"]) as client:
+        path, options = ("/v1/models", {}) if method == "GET" else ("/v1/completions", {"json": COMPLETION})
+        ask = client.get if method == "GET" else client.post
+        async with ask(path, headers={"Host": host}, **options) as response:
+            assert response.status == 403
+            error = (await response.json())["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "host_not_allowed")
+    assert "--allow-host" in error["message"]
+    assert generator.requests == []
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LOCALHOST:8080",
+        "127.0.0.1",
+        "127.0.0.1:9",
+        "[::1]",
+        "[::1]:8080",
+        "Ours.Example",
+        "ours.example:443",
+    ],
+)
+async def test_this_machines_names_and_allowed_ones_are_served(host: str) -> None:
+    async with (
+        serving(ScriptedGenerator("ok"), allowed_hosts=["ours.EXAMPLE."]) as client,
+        client.post("/v1/completions", json=COMPLETION, headers={"Host": host}) as response,
+    ):
+        assert response.status == 200
+
+
+async def test_a_request_must_name_one_host() -> None:
+    async with serving(ScriptedGenerator("ok"), allowed_hosts=()) as client:
+        for hosts in ("", "Host: localhost\r\nHost: evil.example\r\n"):
+            reader, writer = await asyncio.open_connection(client.host, client.port)
+            writer.write(f"GET /v1/models HTTP/1.0\r\n{hosts}\r\n".encode())
+            status = (await reader.readline()).split()[1]
+            assert status in (b"403", b"400")  # aiohttp may refuse two by itself
+            writer.close()
+
+
+async def test_a_gateway_that_is_open_to_others_takes_every_name() -> None:
+    async with (
+        serving(ScriptedGenerator("ok")) as client,
+        client.get("/v1/models", headers={"Host": "gateway.example"}) as response,
+    ):
+        assert response.status == 200

@@ -12,10 +12,12 @@ from swarm.backbone.requests import FinishReason, GenerationRequest, SamplingPar
 from swarm.errors import EngineError, ExpertUnavailable, Overloaded, UserError
 from swarm.gateway.chat_template import Message
 from swarm.gateway.openai import (
+    MAX_BYTES_PER_TOKEN,
     ChatAnswer,
     CompletionAnswer,
     RequestRefused,
     ServedModel,
+    check_prompt,
     error_answer,
     parse_chat,
     parse_completion,
@@ -104,6 +106,44 @@ def test_top_k_of_minus_one_keeps_all() -> None:
 )
 def test_a_prompt_may_be_text_or_tokens(prompt: object, read: object) -> None:
     assert completion(prompt=prompt).prompt == read
+
+
+MOST_BYTES = SERVED.n_ctx * MAX_BYTES_PER_TOKEN
+
+
+@pytest.mark.parametrize(
+    "prompt", ["a" * (MOST_BYTES + 1), "日" * (MOST_BYTES // 3 + 1), ["a" * (MOST_BYTES + 1)], [1] * (SERVED.n_ctx + 1)]
+)
+def test_a_prompt_that_cannot_fit_the_context_is_refused_before_it_is_tokenised(prompt: object) -> None:
+    with pytest.raises(RequestRefused, match="the prompt is too long") as refusal:
+        completion(prompt=prompt)
+    assert (refusal.value.status, refusal.value.param) == (400, "prompt")
+    assert refusal.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("prompt", ["a" * MOST_BYTES, "日" * (MOST_BYTES // 3), [1] * (SERVED.n_ctx - 1)])
+def test_a_prompt_that_may_fit_is_left_to_the_tokeniser(prompt: object) -> None:
+    completion(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "日" * (MOST_BYTES // 6 + 1)}] * 2,
+        [{"role": "user", "content": [{"type": "text", "text": "a" * (MOST_BYTES // 4 + 1)}] * 4}],
+        [{"role": "user", "content": ""}] * (SERVED.n_ctx + 1),
+    ],
+)
+def test_a_conversation_that_cannot_fit_the_context_is_refused(messages: list[Any]) -> None:
+    with pytest.raises(RequestRefused, match="the prompt is too long") as refusal:
+        chat(messages=messages)
+    assert (refusal.value.param, refusal.value.code) == ("messages", "context_length_exceeded")
+
+
+def test_what_a_template_rendered_is_judged_with_its_half_surrogates() -> None:
+    check_prompt("\ud800" * 3, SERVED, "messages")
+    with pytest.raises(RequestRefused):
+        check_prompt("x" * (MOST_BYTES + 1), SERVED, "messages")
 
 
 def test_echo_puts_the_prompt_before_the_answer() -> None:

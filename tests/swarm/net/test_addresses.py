@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from swarm.errors import UserError
-from swarm.net.addresses import format_address, parse_address, resolve
+from swarm.net.addresses import format_address, is_loopback, parse_address, plain_ip, resolve
 
 
 @pytest.mark.parametrize(
@@ -90,3 +90,25 @@ def test_a_name_that_is_not_found_is_the_users_mistake(monkeypatch: pytest.Monke
 def test_a_name_that_no_resolver_may_be_asked_about_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="cannot find host"):
         resolve(("a" * 70 + ".example", 1))
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "LocalHost", "localhost.", "127.0.0.1", "127.200.0.9", "::1", "::ffff:127.0.0.1"]
+)
+def test_loopback_is_known_without_asking_a_resolver(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["", "localhost.example.org", "127.0.0.1.example.org", "192.0.2.1", "0.0.0.0", "::", "2001:db8::1", "127.1", "::2"],
+)
+def test_what_is_not_loopback_or_may_not_be_is_told_apart(host: str) -> None:
+    assert not is_loopback(host)
+
+
+def test_an_ipv4_address_in_ipv6_clothes_is_itself() -> None:
+    assert str(plain_ip("::ffff:192.0.2.1")) == str(plain_ip("192.0.2.1")) == "192.0.2.1"
+    assert str(plain_ip("2001:db8::1")) == "2001:db8::1"
+    with pytest.raises(ValueError, match="localhost"):
+        plain_ip("localhost")

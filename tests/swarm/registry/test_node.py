@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ipaddress
+
 import pytest
 
-from swarm.errors import IdentityMismatch, LocalProtocolError, Overloaded, RemoteProtocolError
+from swarm.errors import IdentityMismatch, LocalProtocolError, Overloaded, RemoteProtocolError, UserError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId
 from swarm.registry import node as node_module
-from swarm.registry.node import RegistryNode
+from swarm.registry.node import RegistryNode, prefix_of
 from swarm.registry.records import ExpertAnnouncement, RecordKind, SignedRecord, Withdrawal, sign
 from swarm.registry.table import RegistryTable, TableLimits
 from swarm.wire import messages as m
@@ -16,6 +18,9 @@ from swarm.wire.frames import decode_frame, encode
 
 A, B, C = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
+
+
+MAPPED = ipaddress.ip_address("::ffff:127.0.0.1")  # Python versions write it differently
 
 
 class Clock:
@@ -28,7 +33,14 @@ class Clock:
         return self.now
 
 
-def announcement(identity: Identity, seq: int, *, model: ModelId = MODEL, ttl_s: int = 60) -> SignedRecord:
+def announcement(
+    identity: Identity,
+    seq: int,
+    *,
+    model: ModelId = MODEL,
+    ttl_s: int = 60,
+    addresses: tuple[str, ...] = ("127.0.0.1:1",),
+) -> SignedRecord:
     record = ExpertAnnouncement(
         node=identity.node_id,
         seq=seq,
@@ -36,7 +48,7 @@ def announcement(identity: Identity, seq: int, *, model: ModelId = MODEL, ttl_s:
         model=model,
         model_name="tiny",
         experts=ExpertSet.of([0], range(4)),
-        addresses=("127.0.0.1:1",),
+        addresses=addresses,
         exact_kernels=True,
         wire_versions=(1,),
     )
@@ -182,3 +194,60 @@ def test_an_answer_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_registry_does_not_serve_is_our_mistake() -> None:
     with pytest.raises(LocalProtocolError, match="GetStatus"):
         RegistryNode(now=Clock()).answer(A.node_id, m.GetStatus())
+
+
+@pytest.mark.parametrize(
+    ("host", "prefix"),
+    [
+        ("192.0.2.77", "192.0.2.0/24"),
+        ("::ffff:192.0.2.77", "192.0.2.0/24"),
+        ("2001:db8:1:2:3::4", "2001:db8:1::/48"),
+        ("fe80::1%eth0", "fe80::/48"),
+        ("127.0.0.1", None),
+        ("127.9.9.9", None),
+        ("::1", None),
+        ("::ffff:127.0.0.1", None),
+    ],
+)
+def test_an_address_is_counted_under_its_network_but_for_loopback(host: str, prefix: str | None) -> None:
+    assert prefix_of(host) == prefix
+
+
+def test_one_host_with_many_keys_cannot_fill_the_registry() -> None:
+    node = RegistryNode(RegistryTable(TableLimits(max_records=20, max_records_per_prefix=2)), now=Clock())
+    keys = [Identity.from_seed(bytes([50 + n]) * 32) for n in range(10)]
+
+    def announce_from(host: str, identity: Identity) -> m.Response:
+        signed = announcement(identity, 1, addresses=("192.0.2.1:1",))
+        return node.answer(identity.node_id, m.Announce(record=signed.to_bytes()), host=host)
+
+    for n, identity in enumerate(keys[:2]):
+        announce_from(f"192.0.2.{n}", identity)
+    for n, identity in enumerate(keys[2:]):
+        with pytest.raises(Overloaded):
+            announce_from(f"192.0.2.{n}", identity)
+    announce_from("198.51.100.1", A)
+    for identity in keys[2:]:
+        announce_from("127.0.0.1", identity)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:4000", "127.3.2.1:4000", "[::1]:4000", f"[{MAPPED}]:4000"])
+def test_a_loopback_address_is_taken_from_this_machine_alone(address: str) -> None:
+    signed = announcement(A, 1, addresses=("192.0.2.1:1", address))
+    request = m.Announce(record=signed.to_bytes())
+    node = RegistryNode(now=Clock())
+    with pytest.raises(UserError, match="nobody else reaches the announced address"):
+        node.answer(A.node_id, request, host="192.0.2.1")
+    assert lookup(node) == []
+    for host in ("127.0.0.1", "::1"):
+        node.answer(A.node_id, request, host=host)
+    assert len(lookup(node)) == 1
+
+
+def test_another_machine_may_withdraw_and_announce_its_own_address() -> None:
+    node = RegistryNode(now=Clock())
+    signed = announcement(A, 1, addresses=("10.0.0.1:1",))
+    node.answer(A.node_id, m.Announce(record=signed.to_bytes()), host="10.0.0.1")
+    gone = sign(Withdrawal(node=A.node_id, seq=2, model=MODEL, withdraws=RecordKind.EXPERTS), A)
+    answer = node.answer(A.node_id, m.Announce(record=gone.to_bytes()), host="10.0.0.1")
+    assert answer == m.Accepted(is_new=True, highest_seq=2)

@@ -63,8 +63,8 @@ def withdrawal(identity: Identity, seq: int, *, kind: RecordKind = RecordKind.EX
     return sign(Withdrawal(node=identity.node_id, seq=seq, model=MODEL, withdraws=kind), identity)
 
 
-def put(table: RegistryTable, signed: SignedRecord, now: float) -> PutResult:
-    return table.put(signed, owner=verify(signed).node, now=now)
+def put(table: RegistryTable, signed: SignedRecord, now: float, prefix: str | None = None) -> PutResult:
+    return table.put(signed, owner=verify(signed).node, now=now, prefix=prefix)
 
 
 def test_a_record_is_found_with_the_time_it_has_left() -> None:
@@ -250,6 +250,114 @@ def test_renewing_in_a_tight_loop_takes_no_memory() -> None:
     assert len(table._leases) <= 2 * len(table) + 64
     assert len(table) == 1
     assert table.next_expiry() == pytest.approx(60.499)
+
+
+def nodes(n: int) -> list[Identity]:
+    return [Identity.from_seed(bytes([100 + i]) * 32) for i in range(n)]
+
+
+def test_a_prefix_fills_its_share_of_the_table_and_no_more_however_many_keys_it_makes() -> None:
+    table = RegistryTable(TableLimits(max_records=10, max_records_per_prefix=3))
+    keys = nodes(12)
+    for identity in keys[:3]:
+        put(table, announcement(identity, 1), 0.0, "192.0.2.0/24")
+    for identity in keys[3:10]:
+        with pytest.raises(Overloaded, match=r"192\.0\.2\.0/24: expected at most 3") as refusal:
+            put(table, announcement(identity, 1), 1.0, "192.0.2.0/24")
+        assert refusal.value.retry_after_s is not None
+    assert len(table) == 3
+    put(table, announcement(keys[10], 1), 1.0, "198.51.100.0/24")
+    assert put(table, announcement(keys[0], 2), 1.0, "192.0.2.0/24") is PutResult.REPLACED, "who is in may renew"
+    table.expire(61.5)  # the leases of all but the one that renewed at 1.0 are over
+    assert len(table) == 0
+    put(table, announcement(keys[4], 1), 62.0, "192.0.2.0/24")
+
+
+def test_no_prefix_has_no_share() -> None:
+    table = RegistryTable(TableLimits(max_records=10, max_records_per_prefix=1, max_bytes_per_prefix=1))
+    for identity in nodes(10):
+        put(table, announcement(identity, 1), 0.0)
+    assert len(table) == 10
+
+
+def test_a_prefix_has_a_share_of_the_bytes() -> None:
+    small, large = announcement(A, 2), announcement(B, 1, experts=range(0, 400, 2))
+    table = RegistryTable(TableLimits(max_bytes_per_prefix=large.size_bytes + small.size_bytes - 1))
+    put(table, large, 0.0, "p")
+    with pytest.raises(Overloaded, match="too many bytes from p"):
+        put(table, small, 0.0, "p")
+    put(table, small, 0.0, "q")
+    with pytest.raises(Overloaded):  # nor by moving
+        put(table, announcement(A, 3), 0.0, "p")
+    assert put(table, announcement(B, 2), 0.0, "p") is PutResult.REPLACED
+    put(table, announcement(A, 3), 0.0, "p")
+
+
+def test_remembered_slots_count_for_their_prefix_and_give_way_to_its_own_new_ones() -> None:
+    """Else one host could push out what protects all others against replay."""
+    table = RegistryTable(TableLimits(max_records_per_prefix=2))
+    first, second, third, fourth = nodes(4)
+    put(table, announcement(A, 5), 0.0, "q")
+    put(table, withdrawal(A, 6), 0.0, "q")
+    for identity in (first, second):
+        put(table, announcement(identity, 1), 1.0, "p")
+        put(table, withdrawal(identity, 2), 1.0, "p")
+    assert table.n_remembered == 3
+    put(table, announcement(third, 1), 2.0, "p")
+    assert table.highest_seq(first.node_id, RecordKind.EXPERTS, MODEL) is None, "the prefix's oldest is forgotten"
+    assert table.highest_seq(second.node_id, RecordKind.EXPERTS, MODEL) == 2
+    put(table, announcement(fourth, 1), 2.0, "p")
+    with pytest.raises(Overloaded):
+        put(table, announcement(first, 3), 2.0, "p")
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, MODEL) == 6
+
+
+def test_a_node_that_moves_counts_where_it_is() -> None:
+    table = RegistryTable(TableLimits(max_records_per_prefix=1))
+    put(table, announcement(A, 1), 0.0, "p")
+    assert put(table, announcement(A, 2), 0.0, "q") is PutResult.REPLACED
+    put(table, announcement(B, 1), 0.0, "p")
+    with pytest.raises(Overloaded):
+        put(table, announcement(A, 3), 0.0, "p")
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, MODEL) == 2, "refused, it stays where it was"
+    with pytest.raises(Overloaded):
+        put(table, announcement(C, 1), 0.0, "q")
+
+
+def test_nothing_is_given_up_for_a_record_that_is_refused() -> None:
+    table = RegistryTable(TableLimits(max_records_per_node=1, max_records_per_prefix=1))
+    put(table, announcement(A, 1, model=OTHER_MODEL), 0.0, "q")
+    table.expire(61.0)
+    put(table, announcement(B, 1), 61.0, "p")
+    with pytest.raises(Overloaded):
+        put(table, announcement(A, 1), 61.0, "p")
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, OTHER_MODEL) == 1
+
+
+def test_shares_agree_with_a_count_under_random_use() -> None:
+    rng = random.Random(11)
+    limits = TableLimits(max_records=12, max_records_per_node=2, max_remembered=9, max_records_per_prefix=4)
+    table = RegistryTable(limits)
+    identities, prefixes = nodes(14), ["p", "q", "r", None]
+    now, n_refused = 0.0, 0
+    for _ in range(1500):
+        now += rng.choice([0.0, 0.5, 3.0, 2000.0 if rng.random() < 0.05 else 0.0])
+        identity, seq, prefix = rng.choice(identities), rng.randrange(1000), rng.choice(prefixes)
+        signed = rng.choice(
+            [announcement(identity, seq, ttl_s=rng.choice([1, 20])), offer(identity, seq), withdrawal(identity, seq)]
+        )
+        try:
+            put(table, signed, now, prefix)
+        except Overloaded:
+            n_refused += 1
+        held: dict[str, list[int]] = {}
+        for slot in table._slots.values():
+            if slot.prefix is not None:
+                held.setdefault(slot.prefix, []).append(slot.signed.size_bytes if slot.signed is not None else 0)
+        counted = {prefix: (len(share.keys), share.n_bytes) for prefix, share in table._share_of_prefix.items()}
+        assert counted == {prefix: (len(sizes), sum(sizes)) for prefix, sizes in held.items()}
+        assert all(n_slots <= 4 for n_slots, _ in counted.values())
+    assert n_refused > 50
 
 
 def test_counts_and_answers_agree_with_a_plain_model_under_random_use() -> None:
