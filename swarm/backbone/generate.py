@@ -8,12 +8,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
+from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import Engine
 from swarm.backbone.requests import FinishReason, GenerationRequest, TextDelta
 from swarm.backbone.text_stream import TextStream
 from swarm.dispatch.holders import Holders
 from swarm.errors import Overloaded, UserError
 from swarm.native.llama import Sampler
+from swarm.speculation.accept import DraftStats
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +26,10 @@ COVER_WAIT_S = 3.0  # how long a request waits for a missing expert's holder bef
 class Backbone:
     """A `TextGenerator` over one engine."""
 
-    def __init__(self, engine: Engine, holders: Holders, model_name: str, *, n_batch: int) -> None:
+    def __init__(self, engine: Engine, holders: Holders, model_name: str, *, n_batch: int, n_draft: int = 0) -> None:
+        """`n_draft`: most tokens that a step drafts by prompt lookup; 0: one token a step."""
+        self.drafts = DraftStats()
+        self._n_draft = n_draft
         self._engine = engine
         self._holders = holders
         self._model_name = model_name
@@ -108,37 +113,27 @@ class Backbone:
         stream = TextStream(request.stop)
         started = time.monotonic()
         sampler = Sampler(request.sampling, engine.model.n_vocab)
-
-        def prefill(tokens: list[int], position: int) -> None:
-            engine.decode(tokens, position, "last")
-
-        def sample() -> int:
-            return sampler.sample(engine.context)
-
-        def step(token: int, position: int) -> int:
-            engine.decode([token], position, "last")
-            return sampler.sample(engine.context)
-
+        continuation = Continuation(
+            engine,
+            lambda row: sampler.sample(engine.context, row),
+            n_batch=self._n_batch,
+            n_draft=self._n_draft,
+            stats=self.drafts,
+        )
         try:
-            await engine.call(engine.context.clear)
-            for start in range(0, n_prompt, self._n_batch):
-                chunk = prompt[start : start + self._n_batch]
-                await engine.call(lambda chunk=chunk, start=start: prefill(chunk, start))  # type: ignore[misc]
+            await continuation.start(prompt)
             reason = FinishReason.LENGTH
-            token = await engine.call(sample) if n_most > 0 else -1
-            while n_completion < n_most:
-                n_completion += 1
-                if engine.model.is_end_of_generation(token):
-                    reason = FinishReason.STOP
-                    break
-                text = stream.feed(engine.model.piece(token))
-                yield TextDelta(text=text, n_prompt_tokens=n_prompt, n_completion_tokens=n_completion)
-                if stream.is_stopped:
-                    reason = FinishReason.STOP
-                    break
-                if n_completion < n_most:
-                    position = n_prompt + n_completion - 1
-                    token = await engine.call(lambda t=token, p=position: step(t, p))  # type: ignore[misc]
+            async with contextlib.aclosing(continuation.tokens(n_most)) as tokens:
+                async for token in tokens:
+                    n_completion += 1
+                    if engine.model.is_end_of_generation(token):
+                        reason = FinishReason.STOP
+                        break
+                    text = stream.feed(engine.model.piece(token))
+                    yield TextDelta(text=text, n_prompt_tokens=n_prompt, n_completion_tokens=n_completion)
+                    if stream.is_stopped:
+                        reason = FinishReason.STOP
+                        break
             yield TextDelta(
                 text=stream.finish(),
                 n_prompt_tokens=n_prompt,

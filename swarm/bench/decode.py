@@ -1,7 +1,10 @@
 """Decode over emulated paths: tokens per second, how close to the bound of round trips, next to stock llama.cpp.
 
 The bound is 1 / the sum over layers of the slowest path that was really drawn, from the emulator's own stamps: zero compute,
-zero software. What is measured is decoding, one token a step; the prompt's prefill is not.
+zero software. What is measured is decoding; the prompt's prefill is not.
+
+With drafts a step may add several tokens. Each repetition then decodes the same tokens without drafts too, so that the gain is
+a ratio within one run; kernels may sum in another order with more rows, so the first token that differs is told.
 """
 
 from __future__ import annotations
@@ -16,19 +19,29 @@ from typing import Any
 
 import numpy as np
 
+from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.stock import StockModel
 from swarm.bench.testbed import PathOptions, Testbed, drawn_round_trips_s, open_testbed
+from swarm.errors import UserError
+from swarm.speculation.accept import DraftStats
 from swarm.wire.rows import Wire
 
 PROMPT_SEED = 1
 N_PROMPT = 16
 N_WARM_UP = 3  # tokens of each repetition that are not counted
+N_BATCH = EngineConfig().n_batch
+MAX_CHARACTERS_PER_TOKEN = 32  # a guess, far above what text takes: a large file need not be tokenised whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeOptions:
-    """What to measure."""
+    """What to measure.
+
+    Attributes:
+        n_draft: most tokens that a step drafts; 0: one token a step.
+        text: a file whose first tokens are the prompt; None: random tokens.
+    """
 
     model: Path
     n_peers: int
@@ -36,19 +49,25 @@ class DecodeOptions:
     paths: PathOptions
     n_tokens: int = 32
     n_repetitions: int = 5
+    n_draft: int = 0
+    n_prompt: int = N_PROMPT
+    text: Path | None = None
 
 
 @dataclass(slots=True)
 class _Repetition:
     seconds: float
-    n_spans: int  # spans of it, the last ones of the testbed
+    first_span: int  # its spans among the testbed's
+    end_span: int
     bytes_out: int
     bytes_back: int
+    tokens: list[int]
+    drafts: DraftStats
 
 
 async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], None]) -> dict[str, Any]:
     """Return the figures of `swarm bench decode`; medians over interleaved repetitions of the swarm and of stock."""
-    engine = EngineConfig(n_ctx=N_PROMPT + N_WARM_UP + options.n_tokens + 1, n_threads=1)
+    engine = EngineConfig(n_ctx=options.n_prompt + N_WARM_UP + options.n_tokens + 1, n_threads=1)
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
         opening = open_testbed(
             Path(folder),
@@ -59,50 +78,77 @@ async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], 
             engine=engine,
         )
         async with opening as testbed:
+            prompt = _prompt(testbed, options)
             with StockModel(options.model, engine) as stock:
                 repetitions: list[_Repetition] = []
+                undrafted: list[_Repetition] = []
                 stock_speeds: list[float] = []
                 for done in range(options.n_repetitions):
                     progress(done, options.n_repetitions)
-                    repetitions.append(await _decode(testbed, options.n_tokens))
-                    stock_speeds.append(stock.tokens_per_s(_prompt(stock.n_vocab), options.n_tokens))
+                    repetitions.append(await _decode(testbed, prompt, options.n_tokens, options.n_draft))
+                    if options.n_draft:
+                        undrafted.append(await _decode(testbed, prompt, options.n_tokens, 0))
+                    stock_speeds.append(stock.tokens_per_s(prompt, options.n_tokens))
                 progress(options.n_repetitions, options.n_repetitions)
-                return await _figures(testbed, options, repetitions, stock_speeds)
+                figures = await _figures(testbed, options, repetitions, stock_speeds)
+                return figures | _gain(repetitions, undrafted)
 
 
-def _prompt(n_vocab: int) -> list[int]:
-    rng = np.random.default_rng(PROMPT_SEED)
-    return [int(token) for token in rng.integers(1, n_vocab, N_PROMPT)]
+def _prompt(testbed: Testbed, options: DecodeOptions) -> list[int]:
+    model = testbed.running.engine.model
+    if options.text is None:
+        rng = np.random.default_rng(PROMPT_SEED)
+        return [int(token) for token in rng.integers(1, model.n_vocab, options.n_prompt)]
+    text = options.text.read_text(encoding="utf-8", errors="replace")[: options.n_prompt * MAX_CHARACTERS_PER_TOKEN]
+    tokens = model.tokenize(text, add_special=True, parse_special=False)
+    if len(tokens) < options.n_prompt:
+        raise UserError(f"{options.text} is too short: got {len(tokens)} tokens, expected {options.n_prompt}")
+    return tokens[: options.n_prompt]
 
 
-async def _decode(testbed: Testbed, n_tokens: int) -> _Repetition:
+async def _decode(testbed: Testbed, prompt: list[int], n_tokens: int, n_draft: int) -> _Repetition:
+    """Decode greedily, not stopping at an end of generation, so that every repetition has as many tokens."""
     engine, endpoint = testbed.running.engine, testbed.running.endpoint
-    await engine.call(engine.context.clear)
-    prompt = _prompt(engine.model.n_vocab)
-
-    def prefill() -> int:
-        engine.decode(prompt, 0, "last")
-        return int(engine.context.logits(-1).argmax())
-
-    token, position = await engine.call(prefill), len(prompt)
-
-    def step(token: int, position: int) -> int:
-        engine.decode([token], position, "last")
-        return int(engine.context.logits(-1).argmax())
-
-    started, n_before, sent, received = 0.0, 0, 0, 0
-    for i in range(N_WARM_UP + n_tokens):
-        if i == N_WARM_UP:
-            n_before = len(testbed.spans)
-            sent, received = endpoint.bytes_sent, endpoint.bytes_received
-            started = time.perf_counter()
-        token = await engine.call(lambda t=token, p=position + i: step(t, p))  # type: ignore[misc]
-    return _Repetition(
-        time.perf_counter() - started,
-        len(testbed.spans) - n_before,
-        endpoint.bytes_sent - sent,
-        endpoint.bytes_received - received,
+    continuation = Continuation(
+        engine,
+        lambda row: int(engine.context.logits(row).argmax()),
+        n_batch=N_BATCH,
+        n_draft=n_draft,
     )
+    await continuation.start(prompt)
+    await continuation.first()
+    for _ in range(N_WARM_UP):
+        await continuation.step(1)
+    continuation.stats = drafts = DraftStats()
+    first_span, tokens = len(testbed.spans), list[int]()
+    sent, received = endpoint.bytes_sent, endpoint.bytes_received
+    started = time.perf_counter()
+    while len(tokens) < n_tokens:
+        tokens += await continuation.step(n_tokens - len(tokens))
+    return _Repetition(
+        seconds=time.perf_counter() - started,
+        first_span=first_span,
+        end_span=len(testbed.spans),
+        bytes_out=endpoint.bytes_sent - sent,
+        bytes_back=endpoint.bytes_received - received,
+        tokens=tokens,
+        drafts=drafts,
+    )
+
+
+def _gain(repetitions: list[_Repetition], undrafted: list[_Repetition]) -> dict[str, Any]:
+    """Return what drafts gained; empty where none were made."""
+    if not undrafted:
+        return {}
+    pairs = list(zip(repetitions, undrafted, strict=True))
+    differ = [i for one, other in pairs for i in range(len(one.tokens)) if one.tokens[i] != other.tokens[i]]
+    n_drafted = sum(repetition.drafts.n_drafted for repetition in repetitions)
+    return {
+        "n_drafted_per_step": n_drafted / sum(repetition.drafts.n_steps for repetition in repetitions),
+        "undrafted_tokens_per_s": statistics.median(len(each.tokens) / each.seconds for each in undrafted),
+        "draft_speedup": statistics.median(other.seconds / one.seconds for one, other in pairs),
+        "first_difference": min(differ, default=None),
+    }
 
 
 async def _figures(
@@ -111,18 +157,13 @@ async def _figures(
     n_layers = len(testbed.running.manifest.spec.moe_layers)
     n_tokens = options.n_tokens
     stats = await testbed.path_stats()
-    # The spans of the counted steps: the last n_spans of each repetition.
     bounds: list[float] = []
     all_spans = []
-    end = len(testbed.spans)
-    for repetition in reversed(repetitions):
-        spans = testbed.spans[end - repetition.n_spans : end]
-        end -= repetition.n_spans + (N_WARM_UP + 1) * n_layers
+    for repetition in repetitions:
+        spans = testbed.spans[repetition.first_span : repetition.end_span]
         all_spans.append(spans)
         if stats is not None:
             bounds.append(sum(drawn_round_trips_s(spans, stats, testbed.path_names)))
-    bounds.reverse()
-    all_spans.reverse()
     tokens_per_s = statistics.median(n_tokens / repetition.seconds for repetition in repetitions)
     stock = statistics.median(stock_speeds)
     shares = [bound / repetition.seconds for bound, repetition in zip(bounds, repetitions, strict=False) if bound]
@@ -134,15 +175,18 @@ async def _figures(
         "wire": str(options.wire),
         "n_tokens": n_tokens,
         "n_repetitions": len(repetitions),
+        "n_prompt": options.n_prompt,
+        "text": options.text.name if options.text is not None else None,
+        "n_draft": options.n_draft,
         "layers": n_layers,
         "rtt_s": options.paths.rtt_s(0),
         "tokens_per_s": tokens_per_s,
-        "step_s": 1 / tokens_per_s,
+        "step_s": statistics.median(each.seconds / each.drafts.n_steps for each in repetitions),
         "rtt_bound_tokens_per_s": statistics.median(n_tokens / bound for bound in bounds) if bounds else None,
         "share_of_bound": statistics.median(shares) if shares else None,
         "shares_of_bound": shares,
         "round_trips_per_token": len(flat) / (n_tokens * len(repetitions)),
-        "accept_length": 1.0,
+        "accept_length": n_tokens * len(repetitions) / sum(each.drafts.n_steps for each in repetitions),
         "shared_hidden_share": testbed.running.engine.overlap.hidden_share,
         "stock_tokens_per_s": stock,
         "share_of_stock": tokens_per_s / stock,

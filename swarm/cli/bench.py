@@ -16,15 +16,19 @@ import typer
 from rich.table import Table
 
 from swarm import __version__
-from swarm.bench.decode import DecodeOptions, measure_decode
+from swarm.bench.decode import N_PROMPT, DecodeOptions, measure_decode
+from swarm.bench.fanout import FanoutOptions, measure_fanout
+from swarm.bench.prefill import SWEEP_TOKENS, PrefillOptions, measure_prefill
 from swarm.bench.synthetic import SYNTH16, SyntheticModel, write_synthetic
 from swarm.bench.testbed import PathOptions
-from swarm.cli.options import JsonOption
-from swarm.cli.runtime import ProgressBars, err, out, print_json, run_async
+from swarm.cli.options import DraftOption, JsonOption, ModelFileArgument, ThreadsOption
+from swarm.cli.runtime import ProgressBars, err, out, print_json, run_async, tame_openmp
+from swarm.cli.slice_file import write_slice_file
 from swarm.errors import UserError
 from swarm.files import Folders, write_atomically
+from swarm.ids import parse_index_set
 from swarm.native.library import load_library
-from swarm.units import parse_duration_s, parse_rate_bit_s
+from swarm.units import parse_duration_s, parse_rate_bit_s, parse_size_bytes
 from swarm.wire.rows import parse_wire
 
 app = typer.Typer(name="bench", no_args_is_help=True, help="Measure speed over emulated paths, on random models.")
@@ -62,6 +66,14 @@ def decode(
     ] = "synth16",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to decode in each repetition.")] = 32,
     repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Interleaved with stock llama.cpp.")] = 5,
+    draft: DraftOption = 0,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--text", metavar="FILE", help="Text whose first tokens are the prompt.", show_default="random tokens"
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Tokens of the prompt.")] = N_PROMPT,
     record: RecordOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -73,9 +85,119 @@ def decode(
         paths=_paths(rtt, jitter, loss, rate, seed),
         n_tokens=tokens,
         n_repetitions=repetitions,
+        n_draft=draft,
+        n_prompt=prompt_tokens,
+        text=_text_file(text) if text is not None else None,
     )
     with ProgressBars() as bars:
         figures = run_async(measure_decode(options, lambda done, total: bars.update("repetitions", done, total)))
+    _finish(figures, as_json, record)
+
+
+@app.command()
+def fanout(
+    model: ModelFileArgument,
+    text: Annotated[
+        Path,
+        typer.Option("--text", metavar="FILE", help="Text of the kind the model will write; half is learned from."),
+    ],
+    peers: Annotated[str, typer.Option("--peers", metavar="N[,N...]", help="Numbers of peers.")] = "4,16",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of the text to read.")] = 20_480,
+    threads: ThreadsOption = 1,
+    save: Annotated[
+        Path | None,
+        typer.Option("--save", metavar="DIR", help="Write the clustered slices there, for `swarm join --slice`."),
+    ] = None,
+    record: RecordOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Peers that a token meets, for contiguous slices and for slices clustered by which experts are chosen together."""
+    options = FanoutOptions(
+        model=_model_file(str(model)),
+        text=_text_file(text),
+        n_peers=tuple(sorted(parse_index_set(peers, "numbers of peers"))),
+        n_tokens=tokens,
+        n_threads=threads,
+    )
+    tame_openmp()
+    with ProgressBars() as bars:
+        found = measure_fanout(options, lambda done, total: bars.update("reading the text", done, total))
+    if save is not None:
+        for n_peers, shares in found.shares.items():
+            folder = save / f"{n_peers}-peers"
+            folder.mkdir(parents=True, exist_ok=True)
+            for index, share in enumerate(shares):
+                write_slice_file(folder / f"slice-{index}.json", share)
+            err.print(f"wrote {n_peers} slices to {folder}", style="dim", highlight=False, markup=False)
+    if record is not None:
+        write_run_record(record, found.figures)
+    if as_json:
+        print_json(found.figures)
+    else:
+        _print_fanout(found.figures)
+
+
+def _print_fanout(figures: dict[str, Any]) -> None:
+    title = f"{figures['model']}: peers that a token meets in a layer, {figures['n_expert_used']} experts used"
+    table = Table(title=title, title_justify="left")
+    for column in ("peers", "uniform router", "contiguous", "clustered", "load, contiguous", "load, clustered"):
+        table.add_column(column, justify="right")
+    for row in figures["destinations_per_token"]:
+        cells = [row[name] for name in ("uniform", "contiguous", "clustered")]
+        cells += [row["contiguous_imbalance"], row["clustered_imbalance"]]
+        table.add_row(str(row["n_peers"]), *(f"{cell:.2f}" for cell in cells))
+    out.print(table)
+    out.print(
+        f"Clustered on {figures['n_tokens_learned']} tokens, all judged on the next {figures['n_tokens_judged']}. "
+        "Load is the busiest peer's over the mean, in a layer.",
+        style="dim",
+        highlight=False,
+    )
+
+
+@app.command()
+def prefill(
+    rtt: RttOption = "20ms",
+    jitter: JitterOption = "0ms",
+    loss: LossOption = 0.0,
+    rate: RateOption = "100Mbit",
+    seed: Annotated[int, typer.Option("--seed", help="Of loss and jitter.")] = 0,
+    peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
+    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")] = "q8/f16",
+    model: Annotated[
+        str, typer.Option("--model", metavar="FILE|synth16", help="GGUF file, or the standard random model.")
+    ] = "synth16",
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the prompt, computed in one step.")] = 512,
+    chunk: Annotated[
+        str, typer.Option("--chunk", metavar="SIZE|0", help="First chunk of a batch; 0 measures whole batches alone.")
+    ] = "16KiB",
+    sweep: Annotated[
+        str,
+        typer.Option(
+            "--sweep",
+            metavar="RATE[,RATE...]|none",
+            help=f"Further rates, once each, with --tokens and with {SWEEP_TOKENS}.",
+        ),
+    ] = "10Mbit,100Mbit,1Gbit",
+    repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Whole and cut batches in turn.")] = 5,
+    record: RecordOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prompt tokens per second over emulated paths: batches cut into chunks, and whole; where bandwidth begins to bind."""
+    options = PrefillOptions(
+        model=_model_file(model),
+        n_peers=peers,
+        wire=parse_wire(wire),
+        paths=_paths(rtt, jitter, loss, rate, seed),
+        n_tokens=tokens,
+        n_repetitions=repetitions,
+        chunk_bytes=0 if chunk == "0" else parse_size_bytes(chunk, "the chunk"),
+        sweep_bit_s=()
+        if sweep == "none"
+        else tuple(parse_rate_bit_s(each, "a rate of the sweep") for each in sweep.split(",")),
+    )
+    with ProgressBars() as bars:
+        figures = run_async(measure_prefill(options, lambda done, total: bars.update("repetitions", done, total)))
     _finish(figures, as_json, record)
 
 
@@ -96,6 +218,12 @@ def _model_file(text: str) -> Path:
             raise UserError(f"no such model: {text}; give a GGUF file or {SYNTH16.name}")
         return path
     return synthetic_file(SYNTH16)
+
+
+def _text_file(path: Path) -> Path:
+    if not path.is_file():
+        raise UserError(f"no such text file: {path}")
+    return path
 
 
 def synthetic_file(model: SyntheticModel) -> Path:

@@ -17,7 +17,7 @@ from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbo
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.requests import GenerationRequest, SamplingParams
 from swarm.backbone.stock import StockModel
-from swarm.cli.options import JsonOption
+from swarm.cli.options import DraftOption, JsonOption
 from swarm.cli.runtime import ProgressBars, err, out, print_json, run_async, tame_openmp
 from swarm.cli.serve import DEFAULT_GATEWAY, start_gateway
 from swarm.emulation.processes import LocalSwarm
@@ -45,6 +45,7 @@ def demo(
         typer.Option("--model", metavar="FILE", help="GGUF file.", show_default="the embedded tiny model"),
     ] = None,
     wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="Wire form: exact or f32.")] = "f32",
+    draft: DraftOption = 0,
     gateway: Annotated[
         str, typer.Option("--gateway", metavar="HOST:PORT", help="Where the HTTP API listens, without --once.")
     ] = DEFAULT_GATEWAY,
@@ -56,7 +57,7 @@ def demo(
     forms = parse_wire(wire)
     tame_openmp()
     serve_at = None if once or as_json else parse_address(gateway, allow_any_port=True)
-    run_async(_demo(path, prompt, peers, tokens, forms, as_json, serve_at))
+    run_async(_demo(path, prompt, peers, tokens, forms, draft, as_json, serve_at))
 
 
 def _embedded_model() -> Path:
@@ -74,6 +75,7 @@ async def _demo(
     n_peers: int,
     n_tokens: int,
     wire: Wire,
+    n_draft: int,
     as_json: bool,
     serve_at: tuple[str, int] | None,
 ) -> None:
@@ -95,6 +97,7 @@ async def _demo(
                 wire=wire,
                 host="127.0.0.1",
                 engine=engine,
+                n_draft=n_draft,
             )
             with ProgressBars() as bars:
                 opening = open_backbone(
@@ -137,7 +140,7 @@ async def _generate(
     first_token_s = 0.0
     first_token_at = started = time.perf_counter()
     # Decode alone is measured: from the first token on, the prompt's prefill left out.
-    n_first = rounds = token_layers = sent = received = 0
+    n_first = rounds = sent = received = 0
     n_completion = 0
     if not as_json:
         print(prompt, end="", flush=True)
@@ -145,7 +148,7 @@ async def _generate(
         if not text:
             first_token_at = time.perf_counter()
             first_token_s = first_token_at - started
-            n_first, rounds, token_layers = delta.n_completion_tokens, stats.n_round_trips, stats.n_token_layers
+            n_first, rounds = delta.n_completion_tokens, stats.n_round_trips
             sent, received = endpoint.bytes_sent, endpoint.bytes_received
         text.append(delta.text)
         n_completion = delta.n_completion_tokens
@@ -155,7 +158,7 @@ async def _generate(
     if not as_json:
         print("\n", flush=True)
     n_decoded = n_completion - n_first
-    n_token_layers = max(stats.n_token_layers - token_layers, 1)
+    n_token_layers = max(n_decoded, 1) * len(running.manifest.spec.moe_layers)  # refused drafts are part of the price
     stock_tokens_per_s = await asyncio.to_thread(_stock_speed, path, engine, prompt_tokens, max(n_decoded, 1))
     return {
         "model": running.backbone.model_name,
@@ -167,6 +170,7 @@ async def _generate(
         "first_token_s": first_token_s,
         "tokens_per_s": n_decoded / seconds,
         "round_trips_per_token": (stats.n_round_trips - rounds) / max(n_decoded, 1),
+        "accept_length": running.backbone.drafts.accept_length,
         "bytes_out_per_token_layer": (endpoint.bytes_sent - sent) / n_token_layers,
         "bytes_back_per_token_layer": (endpoint.bytes_received - received) / n_token_layers,
         "stock_tokens_per_s": stock_tokens_per_s,
@@ -202,6 +206,7 @@ def _print(report: dict[str, Any], running: RunningBackbone) -> None:
     table.add_row(
         f"round trips per token ({len(spec.moe_layers)} MoE layers)", f"{report['round_trips_per_token']:.2f}", "0"
     )
+    table.add_row("tokens added by a step", f"{report['accept_length']:.2f}", "1")
     table.add_row("bytes per token and layer, out", f"{report['bytes_out_per_token_layer']:.0f}", "0")
     table.add_row("bytes per token and layer, back", f"{report['bytes_back_per_token_layer']:.0f}", "0")
     out.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Annotated
 
@@ -20,26 +21,42 @@ from swarm.cli.options import (
 )
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
+from swarm.cli.slice_file import read_slice_file
 from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import parse_index_set
+from swarm.ids import ExpertSet, parse_index_set
 from swarm.registry.client import DEFAULT_REGISTRY
 
 
 def join(
     experts: Annotated[
-        str, typer.Option("--experts", metavar="SET", help="Experts to hold, 0-based, inclusive: 12-19,40.")
-    ],
+        str | None,
+        typer.Option(
+            "--experts",
+            metavar="SET",
+            help="Experts to hold, 0-based, inclusive: 12-19,40.",
+            show_default="all of a slice file",
+        ),
+    ] = None,
     layers: Annotated[
         str | None, typer.Option("--layers", metavar="SET", help="Layers to hold them of.", show_default="all")
+    ] = None,
+    slice_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--slice",
+            metavar="FILE",
+            help="Instead of --experts: a JSON file of experts by layer, as `swarm bench fanout --save` writes them.",
+            show_default=False,
+        ),
     ] = None,
     model: Annotated[
         str | None,
         typer.Option(
             "--model",
             metavar="FILE|NAME",
-            help="A GGUF file to take the experts from, or which of the registry's models to fetch them of.",
+            help="A GGUF file, or a slice of `swarm split`, to take the experts from; or which model to fetch them of.",
             show_default="the registry's only model",
         ),
     ] = None,
@@ -60,12 +77,13 @@ def join(
     from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
 
     folders = Folders.from_environment()
-    identity = Identity.load_or_create(folders.config / "join.key")
-    wanted_experts = parse_index_set(experts)
+    identity = Identity.claim(folders.config, "join")
+    file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
+    wanted_experts = _parse_experts(experts, layers, slice_file, is_optional=file is not None)
     wanted_layers = parse_index_set(layers, "layers") if layers else None
     advertised = settle_advertise(advertise)
     fault = _parse_fault(plant_fault) if plant_fault else None
-    file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
+    ready_said = threading.Event()
     tame_openmp()
 
     class Bars(Progress):
@@ -79,6 +97,7 @@ def join(
             bars.update("checking and loading", n_done, n_total)
 
     def on_ready(ready: PeerReady) -> None:
+        ready_said.set()
         bars.__exit__()
         if as_json:
             print_json(
@@ -112,7 +131,21 @@ def join(
         await PeerDaemon(config, identity, Bars()).run(on_ready)
 
     with ProgressBars() as bars:
-        run_daemon(main(), until_eof=until_eof)
+        run_daemon(main(), until_eof=until_eof, is_ready=ready_said.is_set)
+
+
+def _parse_experts(
+    experts: str | None, layers: str | None, slice_file: Path | None, *, is_optional: bool
+) -> frozenset[int] | ExpertSet | None:
+    if slice_file is not None:
+        if experts is not None or layers is not None:
+            raise UserError("--slice names experts and layers already: leave --experts and --layers out")
+        return read_slice_file(slice_file)
+    if experts is None and is_optional:
+        return None
+    if experts is None:
+        raise UserError("which experts? give --experts SET, for example --experts 0-7, or --slice FILE")
+    return parse_index_set(experts)
 
 
 def _parse_fault(text: str) -> tuple[int, int]:

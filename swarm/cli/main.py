@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import tomllib
 from collections.abc import Container, Iterable
@@ -24,6 +25,8 @@ from swarm.cli.split import split
 from swarm.cli.verify import verify
 from swarm.errors import SwarmError, UserError
 from swarm.files import Folders
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="swarm",
@@ -122,14 +125,14 @@ def _require_known(given: Iterable[str], known: Container[str], where: str) -> N
 def run(*prefix: str) -> None:
     """Run the command line; `prefix` stands before the arguments given (`python -m relay` is `swarm relay`).
 
-    Exit codes: 0 done, 1 failed, 2 the user's mistake.
+    Exit codes: 0 done, 1 failed, 2 the user's mistake, 130 and 143 ended by Ctrl-C and SIGTERM before it was done.
     """
     try:
         app(args=[*prefix, *sys.argv[1:]], prog_name="swarm")
-    except SwarmError as error:
+    except (SwarmError, OSError) as error:
         _fail(error)
     except ExceptionGroup as group:  # of a task group whose task or body failed
-        _, others = group.split(SwarmError)
+        _, others = group.split((SwarmError, OSError))
         if others is not None:
             raise
         _fail(_first_leaf(group))
@@ -140,7 +143,11 @@ def run(*prefix: str) -> None:
 
 
 def _fail(error: Exception) -> NoReturn:
-    line = "".join(character if character.isprintable() else " " for character in str(error))  # some of it is untrusted
+    text = str(error)
+    if isinstance(error, OSError):  # the last net: whoever knows what was tried says so in a UserError
+        logger.debug("this error was expected nowhere", exc_info=error)
+        text = ": ".join(str(part) for part in (error.strerror or error, error.filename) if part is not None)
+    line = "".join(character if character.isprintable() else " " for character in text)  # some of it is untrusted
     err.print(f"swarm: {line}", style="red", markup=False, highlight=False)
     sys.exit(2 if isinstance(error, UserError) else 1)
 

@@ -35,6 +35,15 @@ ExactKernelsOption = Annotated[
         help="Use only kernels that sum in the same order everywhere; the wire form `exact` needs it on both sides.",
     ),
 ]
+DraftOption = Annotated[
+    int,
+    typer.Option(
+        "--draft",
+        min=0,
+        max=64,
+        help="Most tokens that a step drafts by prompt lookup, all verified in one round trip a layer; 0: no drafts.",
+    ),
+]
 UntilEofOption = Annotated[bool, typer.Option("--until-eof", hidden=True, help="Leave when standard input closes.")]
 ModelFileArgument = Annotated[Path, typer.Option("--model", metavar="FILE", help="GGUF file of the model.")]
 

@@ -30,29 +30,35 @@ class KnownRegistries:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._nodes: dict[str, NodeId] = {}
-        if path.exists():
+        try:
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except FileNotFoundError:
+            lines = []
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            words = line.split()
             try:
-                lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-            except OSError as error:
-                raise UserError(f"cannot read {path}: {error.strerror}") from error
-            for number, line in enumerate(lines, 1):
-                words = line.split()
-                try:
-                    where, node = words
-                    self._nodes[where] = NodeId.parse(node)
-                except (ValueError, UserError) as error:
-                    raise UserError(f"{path}, line {number}: got {line!r}, expected host:port NODEID") from error
+                where, node = words
+                self._nodes[where] = NodeId.parse(node)
+            except (ValueError, UserError) as error:
+                raise UserError(f"{path}, line {number}: got {line!r}, expected host:port NODEID") from error
 
     def get(self, where: str) -> NodeId | None:
         """Return the node remembered for `host:port`."""
         return self._nodes.get(where)
 
     def add(self, where: str, node: NodeId) -> None:
-        """Remember a node."""
+        """Remember a node; raises UserError where that cannot be written."""
         self._nodes[where] = node
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         text = "".join(f"{each} {known}\n" for each, known in sorted(self._nodes.items()))
-        write_atomically(self._path, text.encode())
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._path, text.encode())
+        except OSError as error:
+            raise UserError(
+                f"cannot remember the registry in {self._path}: {error.strerror}; give it as swarm://{node}@{where}"
+            ) from error
 
 
 async def _ask_id(address: SocketAddress) -> NodeId:

@@ -68,10 +68,17 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
     return uvloop.run(with_signals())
 
 
-def run_daemon(main: Coroutine[Any, Any, None], *, until_eof: bool) -> None:
-    """Run a daemon until Ctrl-C, SIGTERM or, with `until_eof`, the end of its standard input; all three are a clean end."""
+def run_daemon(
+    main: Coroutine[Any, Any, None], *, until_eof: bool, is_ready: Callable[[], bool] = lambda: True
+) -> None:
+    """Run a daemon until Ctrl-C, SIGTERM or, with `until_eof`, the end of its standard input; all three are a clean end.
+
+    Raises:
+        KeyboardInterrupt, CancelledError: that end came before `is_ready()`, so the work it was started for was not done.
+    """
 
     async def guarded() -> None:
+        was_cancelled = False
         task = asyncio.current_task()
         assert task is not None
         if until_eof:
@@ -79,12 +86,15 @@ def run_daemon(main: Coroutine[Any, Any, None], *, until_eof: bool) -> None:
         try:
             await main
         except* asyncio.CancelledError:
-            pass
+            was_cancelled = True
+        if was_cancelled and not is_ready():
+            raise asyncio.CancelledError  # which asyncio turns into a KeyboardInterrupt after Ctrl-C
 
     try:
         run_async(guarded())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        pass
+        if not is_ready():
+            raise
 
 
 def _on_eof(loop: asyncio.AbstractEventLoop, action: Callable[[], Any], fd: int = 0) -> None:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from aiohttp import web
 
-from swarm.backbone.assembly import (
-    BackboneConfig,
-    ProgressCallback,
-    RunningBackbone,
-    open_backbone,
-    prepare_model,
-)
+from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
 from swarm.backbone.engine import EngineConfig
+from swarm.backbone.prepared import prepare_model
 from swarm.cli.options import (
     AdvertiseOption,
+    DraftOption,
     ExactKernelsOption,
     HostOption,
     JsonOption,
@@ -35,8 +32,9 @@ from swarm.files import Folders
 from swarm.gate.stored import WireChoice, asked_wire, choose_wire, engine_name, load_result
 from swarm.gateway.app import create_app
 from swarm.identity import Identity
-from swarm.ids import format_index_set
-from swarm.net.addresses import format_address, parse_address
+from swarm.ids import ModelId, format_index_set
+from swarm.interruptible import run_interruptibly
+from swarm.net.addresses import format_address, is_loopback, parse_address
 from swarm.registry.client import DEFAULT_REGISTRY
 from swarm.wire.rows import Wire, WireForm, parse_wire
 
@@ -64,18 +62,27 @@ def serve(
     ctx: Annotated[
         int, typer.Option("--ctx", min=0, help="Tokens of context; 0 takes the model's own, up to 4096.")
     ] = 0,
+    draft: DraftOption = 0,
     registry: RegistryOption = DEFAULT_REGISTRY,
     threads: ThreadsOption = 1,
     host: HostOption = "0.0.0.0",
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
     exact_kernels: ExactKernelsOption = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-host",
+            metavar="NAME",
+            help="A name, besides localhost, by which requests may call a gateway on loopback: behind a proxy. Repeatable.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
 ) -> None:
     """Serve a model: run everything but its experts here, and answer OpenAI-compatible requests."""
     folders = Folders.from_environment()
-    identity = Identity.load_or_create(folders.config / "serve.key")
+    identity = Identity.claim(folders.config, "serve")
     asked = parse_wire(wire) if wire else None
     if asked is not None and asked.back is WireForm.EXACT and not exact_kernels:
         raise UserError("the wire form exact needs --exact-kernels here and at the peers")
@@ -90,35 +97,45 @@ def serve(
             def progress(n_done: int, n_total: int) -> None:
                 bars.update("hashing the model", n_done, n_total, is_bytes=True)
 
-            choice = await asyncio.to_thread(_choose_wire, asked, model, folders, progress)
-            config = BackboneConfig(
-                registry=registries,
-                folders=folders,
-                model_file=model,
-                wire=choice.wire,
-                host=host,
-                port=port,
-                advertise=advertised,
-                engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
-            )
-            async with open_backbone(config, identity, progress) as running:
-                await _serve_http(running, gateway_address, as_json, bars, choice)
+            with await run_interruptibly(lambda check: prepare_model(model, folders, progress, check)) as prepared:
+                choice = await asyncio.to_thread(_choose_wire, asked, prepared.manifest.model_id, folders)
+                config = BackboneConfig(
+                    registry=registries,
+                    folders=folders,
+                    model_file=model,
+                    wire=choice.wire,
+                    host=host,
+                    port=port,
+                    advertise=advertised,
+                    engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
+                    n_draft=draft,
+                )
+                async with open_backbone(config, identity, prepared=prepared) as running:
+                    await _serve_http(running, gateway_address, as_json, bars, choice, ready.set, allow_host or ())
 
-    run_daemon(main(), until_eof=until_eof)
+    ready = asyncio.Event()
+    run_daemon(main(), until_eof=until_eof, is_ready=ready.is_set)
 
 
-def _choose_wire(asked: Wire | None, path: Path, folders: Folders, progress: ProgressCallback) -> WireChoice:
-    """Return the form asked for, else what the model's stored gate result allows; hashes a model that was never seen."""
-    result = load_result(folders.cache, prepare_model(path, folders, progress).manifest.model_id)
+def _choose_wire(asked: Wire | None, model: ModelId, folders: Folders) -> WireChoice:
+    """Return the form asked for, else what the model's stored gate result allows."""
+    result = load_result(folders.cache, model)
     return asked_wire(asked, result) if asked is not None else choose_wire(result, engine_name())
 
 
 async def _serve_http(
-    running: RunningBackbone, address: tuple[str, int], as_json: bool, bars: ProgressBars, choice: WireChoice
+    running: RunningBackbone,
+    address: tuple[str, int],
+    as_json: bool,
+    bars: ProgressBars,
+    choice: WireChoice,
+    on_ready: Callable[[], None],
+    allow_hosts: Collection[str],
 ) -> None:
-    runner = await start_gateway(running, address)
+    runner = await start_gateway(running, address, allow_hosts)
     try:
         bars.__exit__()
+        on_ready()
         where = format_address(runner.addresses[0][:2])
         if as_json:
             print_json(
@@ -140,13 +157,19 @@ async def _serve_http(
         await runner.cleanup()
 
 
-async def start_gateway(running: RunningBackbone, address: tuple[str, int]) -> web.AppRunner:
+async def start_gateway(
+    running: RunningBackbone, address: tuple[str, int], allow_hosts: Collection[str] = ()
+) -> web.AppRunner:
     """Start the HTTP gateway; the caller cleans the runner up.
+
+    Args:
+        allow_hosts: names, besides this machine's own, by which requests may call a gateway that listens on loopback.
 
     Raises:
         UserError: the port is taken.
     """
-    app = create_app(running.backbone, status=lambda: gateway_status(running))
+    allowed = allow_hosts if is_loopback(address[0]) else None
+    app = create_app(running.backbone, status=lambda: gateway_status(running), allowed_hosts=allowed)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
     await runner.setup()
     try:
@@ -164,6 +187,7 @@ def gateway_status(running: RunningBackbone) -> dict[str, Any]:
     return {
         "model": running.backbone.model_name,
         "n_peers": len(running.holders.placement.destinations),
+        "accept_length": round(running.backbone.drafts.accept_length, 3),
         "reasons": [
             f"layer {layer}: no peer holds experts {format_index_set(experts)}" for layer, experts in missing.items()
         ],

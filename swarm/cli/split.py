@@ -90,6 +90,10 @@ def split(
         holds = str(file.experts) if len(file.experts) else file.kind
         table.add_row(file.path.name, decimal(file.size_bytes), holds)
     Console().print(table)
+    typer.echo(f"Serve it with: swarm serve --model {out / 'backbone.gguf'}")
+    slices = [file.path for file in files if file.kind == "slice"]
+    if slices:
+        typer.echo(f"A peer holds a slice with: swarm join --model {slices[0]}")
 
 
 def run_split(config: SplitConfig, console: Console) -> tuple[Manifest, list[SplitFile]]:

@@ -360,3 +360,111 @@ async def test_closing_the_engine_ends_the_answer_under_way(
     await asyncio.wait_for(engine.close(), PROMPT_END)
     with pytest.raises(ConnectionLost, match="the engine is closing"):
         await asyncio.wait_for(task, PROMPT_END)
+
+
+# Drafts: `test_continuation` has the steps; here, what a request sees of them
+
+LOOP = ("a", "b", "w", "or") * 3  # after which every step drafts what the loop goes on with
+
+
+@pytest.fixture
+def drafting(engine: Engine, holders: FakeHolders) -> Backbone:
+    return Backbone(engine, holders, "tiny@12345678", n_batch=N_BATCH, n_draft=8)  # type: ignore[arg-type]
+
+
+def steps(experts: LocalExperts) -> list[int]:
+    """Return the rows of each step after the prompt."""
+    return [len(call.x) for call in experts.calls if call.layer == 0][1:]
+
+
+async def test_drafted_tokens_stream_one_by_one_and_are_counted_once(
+    drafting: Backbone, experts: LocalExperts, script: Any
+) -> None:
+    script(*LOOP, *LOOP)
+    deltas = await collect(drafting.generate(request((5, 6, 7), max_tokens=20)))
+    assert "".join(delta.text for delta in deltas) == "".join((LOOP * 2)[:20])
+    assert [delta.n_completion_tokens for delta in deltas] == [*range(1, 21), 20]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    # After six tokens the loop is seen: nine rows, and then only as many as are still wanted.
+    assert steps(experts) == [1, 1, 1, 1, 1, 9, 5]
+    assert drafting.drafts.accept_length == 19 / 7
+    assert drafting.drafts.lengths == {1: 5, 9: 1, 5: 1}
+
+
+async def test_a_stop_text_inside_accepted_drafts_ends_the_answer_before_it(
+    drafting: Backbone, experts: LocalExperts, script: Any
+) -> None:
+    script(*LOOP, "c", *LOOP, "c", *LOOP)
+    deltas = await collect(drafting.generate(request((5, 6, 7), max_tokens=100, stop=("orcab",))))
+    assert "".join(delta.text for delta in deltas) == "abwor" * 2 + "abw"
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert deltas[-1].n_completion_tokens == 15
+    assert max(steps(experts)) == 9
+
+
+async def test_an_end_of_generation_instead_of_a_draft_stops(
+    drafting: Backbone, engine: Engine, experts: LocalExperts, script: Any
+) -> None:
+    eos = engine.model.eos_token
+    assert eos is not None
+    script(*LOOP[:9], eos, *LOOP)
+    deltas = await collect(drafting.generate(request((5, 6, 7), max_tokens=100)))
+    assert "".join(delta.text for delta in deltas) == "".join(LOOP[:9])
+    assert deltas[-1].finish_reason is FinishReason.STOP
+    assert deltas[-1].n_completion_tokens == 10
+    assert steps(experts)[-1] == 9
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1000, 7])
+async def test_drafts_never_pass_the_end_of_the_answer_or_the_context(
+    drafting: Backbone, experts: LocalExperts, script: Any, max_tokens: int | None
+) -> None:
+    script(*[50] * 100)
+    n_prompt = drafting.n_ctx - 30
+    deltas = await collect(drafting.generate(request(tuple([9] * n_prompt), max_tokens=max_tokens)))
+    n_expected = min(max_tokens or 30, 30)
+    assert deltas[-1].n_completion_tokens == n_expected
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert sum(len(call.x) for call in experts.calls if call.layer == 0) <= n_prompt + n_expected + 8
+
+
+async def test_a_failing_drafted_step_ends_the_answer_and_the_next_one_is_as_ever(
+    drafting: Backbone, experts: LocalExperts, script: Any
+) -> None:
+    script(*LOOP, *LOOP)
+    expected = await answer(drafting, max_tokens=20)
+    n_before = len(steps(experts))
+    experts.reset()
+
+    def fail(number: int) -> None:
+        if number == n_before * N_LAYERS + 2:  # in the last step, whose drafts were all accepted
+            raise GONE
+
+    experts.at_result = fail
+    shown: list[TextDelta] = []
+    with pytest.raises(ExpertUnavailable):
+        await collect(drafting.generate(request(max_tokens=20)), shown)
+    assert 10 < len(shown) < 20
+    experts.reset()
+    assert await answer(drafting, max_tokens=20) == expected
+
+
+async def test_closing_the_iterator_between_accepted_tokens_frees_the_turn(drafting: Backbone, script: Any) -> None:
+    samplers = script(*LOOP, *LOOP)
+    stream = drafting.generate(request((5, 6, 7), max_tokens=20))
+    for _ in range(9):
+        await anext(stream)
+    await stream.aclose()
+    assert await asyncio.wait_for(answer(drafting, (5, 6, 7), max_tokens=3), PROMPT_END) == "abw"
+    assert [sampler.is_closed for sampler in samplers.made] == [True, True]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(temperature=0.4, seed=3)], ids=["greedy", "seeded"])
+async def test_an_answer_is_the_same_with_drafts(
+    backbone: Backbone, drafting: Backbone, sampling: SamplingParams
+) -> None:
+    prompt = "   * ``json.dumps()``, ``json.loads()``\n" * 3
+    plain = await answer(backbone, prompt, max_tokens=80, sampling=sampling)
+    assert await answer(drafting, prompt, max_tokens=80, sampling=sampling) == plain
+    assert drafting.drafts.accept_length > 1.05
+    assert backbone.drafts.accept_length == 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from typer.testing import CliRunner, Result
 import peer.daemon
 import swarm.cli.join as join_module
 from peer.daemon import PeerConfig, PeerReady
+from swarm import identity
 from swarm.cli.join import join
 from swarm.errors import UserError
-from swarm.ids import ModelId
+from swarm.ids import ExpertSet, ModelId
 
 app = typer.Typer()
 app.command()(join)
@@ -38,8 +39,10 @@ class _Daemon:
 
 @pytest.fixture(autouse=True)
 def _no_daemon(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def run_to_its_end(main: Coroutine[Any, Any, None], *, until_eof: bool) -> None:
+    def run_to_its_end(main: Coroutine[Any, Any, None], *, until_eof: bool, is_ready: Callable[[], bool]) -> None:
+        assert not is_ready()
         asyncio.run(main)
+        assert is_ready()
 
     monkeypatch.setattr(peer.daemon, "PeerDaemon", _Daemon)
     monkeypatch.setattr(join_module, "run_daemon", run_to_its_end)
@@ -72,6 +75,14 @@ def test_layers_are_a_set_like_experts() -> None:
     assert config_of("--experts", "0", "--layers", "3,5-8").layers == frozenset({3, 5, 6, 7, 8})
 
 
+def test_a_slice_file_names_experts_layer_by_layer(tmp_path: Path) -> None:
+    path = tmp_path / "slice.json"
+    path.write_text('{"0": "3,17", "2": "0-1"}')
+    config = config_of("--slice", str(path))
+    assert config.experts == ExpertSet({0: frozenset({3, 17}), 2: frozenset({0, 1})})
+    assert config.layers is None
+
+
 def test_a_model_is_a_file_or_a_name(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(b"GGUF")
     for text in ("no/such/model.gguf", str(tmp_path / "weights")):
@@ -82,6 +93,12 @@ def test_a_model_is_a_file_or_a_name(tmp_path: Path) -> None:
         assert (config.model_file, config.model) == (None, text)
 
 
+def test_a_file_may_say_by_itself_what_to_hold() -> None:
+    config = config_of("--model", "out/experts-0-7.gguf", "--layers", "1")
+    assert (config.experts, config.layers, config.model_file) == (None, {1}, Path("out/experts-0-7.gguf"))
+    assert isinstance(run("--model", "tiny").exception, UserError), "a name does not"
+
+
 def test_an_advertised_host_is_resolved() -> None:
     assert config_of("--experts", "0", "--advertise", "localhost:4000").advertise == "127.0.0.1:4000"
 
@@ -89,6 +106,11 @@ def test_an_advertised_host_is_resolved() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
+        [],
+        ["--layers", "0"],
+        ["--slice", "none.json"],
+        ["--slice", "none.json", "--experts", "0"],
+        ["--slice", "none.json", "--layers", "0"],
         ["--experts", "nine"],
         ["--experts", "9-3"],
         ["--experts", "0", "--layers", "x"],
@@ -113,6 +135,9 @@ def test_ready_is_said_to_people_or_as_json() -> None:
 
 
 def test_the_same_key_is_used_again_and_is_this_roles_own(tmp_path: Path) -> None:
-    nodes = {json.loads(run("--experts", "0", "--json").stdout)["node"] for _ in range(2)}
+    nodes = set()
+    for _ in range(2):
+        nodes.add(json.loads(run("--experts", "0", "--json").stdout)["node"])
+        identity._locks.pop().close()  # as the end of the process would
     assert len(nodes) == 1
     assert (tmp_path / "config" / "join.key").stat().st_mode & 0o777 == 0o600

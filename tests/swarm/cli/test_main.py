@@ -71,6 +71,30 @@ def test_an_error_is_one_line_on_stderr_and_a_code_that_says_whose(
     assert err == f"swarm: {leaf}\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (PermissionError(13, "Permission denied", "/srv/x"), "Permission denied: /srv/x"),
+        (OSError("odd"), "odd"),
+        (ExceptionGroup("tasks", [OSError(30, "Read-only file system", "/srv/x")]), "Read-only file system: /srv/x"),
+    ],
+)
+def test_an_error_of_the_system_that_nobody_explained_is_one_line_too(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_of(error, monkeypatch, capsys) == (1, f"swarm: {line}\n")
+
+
+def test_a_bug_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> NoReturn:
+        raise ExceptionGroup("tasks", [OSError(28, "No space left on device"), KeyError("bug")])
+
+    monkeypatch.setattr(main_module, "app", fail)
+    with pytest.raises(ExceptionGroup):
+        run()
+
+
 def test_what_another_node_said_cannot_drive_the_terminal_or_fake_a_second_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

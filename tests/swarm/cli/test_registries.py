@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from swarm.cli import registries
 from swarm.cli.registries import KnownRegistries, _confirm, settle_registries
 from swarm.errors import DeadlineExceeded, SwarmError, UserError, VersionRefused
 from swarm.files import Folders
@@ -148,3 +149,30 @@ def test_a_damaged_file_names_the_line(tmp_path: Path, line: str) -> None:
 def test_a_file_that_cannot_be_read_is_the_users_to_mend(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read"):
         KnownRegistries(tmp_path)
+
+
+# A folder that cannot be used
+
+
+def test_a_folder_that_cannot_be_written_is_one_line_and_says_how_to_go_on(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text("a file in the way")
+    with pytest.raises(UserError, match=r"known_registries: Not a directory"):
+        Person(tmp_path).settle(WHERE)
+
+
+def test_a_full_disk_is_one_line_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(registries, "write_atomically", full)
+    with pytest.raises(UserError, match=f"cannot remember .*: No space left on device; give it as swarm://{A}@{WHERE}"):
+        Person(tmp_path).settle(WHERE)
+
+
+def test_a_folder_that_may_not_be_looked_into_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", denied)
+    with pytest.raises(UserError, match=r"cannot read .*known_registries: Permission denied"):
+        KnownRegistries(tmp_path / "known_registries")

@@ -46,6 +46,55 @@ def test_a_signal_is_a_clean_end_of_a_daemon(number: signal.Signals) -> None:
     assert daemon.is_clean
 
 
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, asyncio.CancelledError), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_before_a_daemon_is_ready_is_no_clean_end(
+    number: signal.Signals, expected: type[BaseException]
+) -> None:
+    daemon = Daemon(send(number))
+    with pytest.raises(expected):
+        run_daemon(daemon.run(), until_eof=False, is_ready=lambda: False)
+    assert daemon.is_clean
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, asyncio.CancelledError), (signal.SIGINT, KeyboardInterrupt)]
+)
+def test_a_signal_before_a_busy_task_group_is_ready_is_no_clean_end(
+    number: signal.Signals, expected: type[BaseException]
+) -> None:
+    daemon = Daemon(send(number))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(daemon.run())
+            await asyncio.Event().wait()
+
+    with pytest.raises(expected):
+        run_daemon(main(), until_eof=False, is_ready=lambda: False)
+    assert daemon.is_clean
+
+
+def test_the_end_of_standard_input_before_a_daemon_is_ready_is_no_clean_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_on_eof", lambda loop, action: loop.call_soon(action))
+    with pytest.raises(asyncio.CancelledError):
+        run_daemon(Daemon().run(), until_eof=True, is_ready=lambda: False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_a_daemon_got_ready_is_a_clean_end(number: signal.Signals) -> None:
+    ready = threading.Event()
+
+    def get_ready() -> None:
+        ready.set()
+        send(number)()
+
+    daemon = Daemon(get_ready)
+    run_daemon(daemon.run(), until_eof=False, is_ready=ready.is_set)
+    assert daemon.is_clean
+
+
 def test_a_signal_ends_a_daemon_whose_task_group_is_busy() -> None:
     daemon = Daemon(send(signal.SIGTERM))
 
