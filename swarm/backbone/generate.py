@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import Engine
@@ -20,6 +20,7 @@ from swarm.speculation.accept import DraftStats
 logger = logging.getLogger(__name__)
 
 MAX_LINE = 64  # requests waiting or under way; guessed. More are refused with a time to try again
+LINE_TIMEOUT_S = 300.0  # guessed: longer than the clients' own patience, so that none waits here in vain for ever
 COVER_WAIT_S = 3.0  # how long a request waits for a missing expert's holder before it fails
 
 
@@ -91,12 +92,12 @@ class Backbone:
             ExpertUnavailable: no live holder for some experts, at the start or in the middle.
             Overloaded: the line is full.
         """
-        tokens = self.tokenize(request)
         if self._n_in_line >= MAX_LINE:
             raise Overloaded(f"{self._n_in_line} requests are waiting", retry_after_s=5.0)
         self._n_in_line += 1
         try:
-            async with self._turn:
+            tokens = await asyncio.to_thread(self.tokenize, request)  # a long text takes a good part of a second
+            async with self._in_turn():
                 if self._holders.missing():
                     await self._holders.wait_complete(COVER_WAIT_S)
                 async with contextlib.aclosing(self._answer(tokens, request)) as deltas:
@@ -104,6 +105,19 @@ class Backbone:
                         yield delta
         finally:
             self._n_in_line -= 1
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self) -> AsyncIterator[None]:
+        """Wait in line, not for ever, and hold the engine."""
+        try:
+            async with asyncio.timeout(LINE_TIMEOUT_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise Overloaded(f"no turn within {LINE_TIMEOUT_S:g} s", retry_after_s=30.0) from None
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     async def _answer(self, prompt: list[int], request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:
         engine = self._engine

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -58,6 +59,7 @@ class LlamaModel:
         if n_gpu_layers == 0:
             params.devices = ctypes.addressof(self._no_devices)
         log_router().first_error = ""
+        self._vocab_lock = threading.Lock()  # a long text is tokenised on another thread than the one that closes
         self._handle: int | None = llama().load_model(os.fsencode(path), params)
         if not self._handle:
             raise EngineError(f"llama.cpp cannot load {path}: {log_router().first_error or 'no reason given'}")
@@ -82,17 +84,18 @@ class LlamaModel:
             add_special: add BOS and EOS where the model is configured to have them.
             parse_special: read the texts of control tokens as those tokens.
         """
-        self._check_open()
         raw = text.encode("utf-8", "replace")
         room = len(raw) + 8
-        for _ in range(2):
-            tokens = (ctypes.c_int32 * room)()
-            count: int = llama().tokenize(self._vocab, raw, len(raw), tokens, room, add_special, parse_special)
-            if count >= 0:
-                return list(tokens[:count])
-            room = -count
-            if room > 2**31 - 1:
-                break
+        with self._vocab_lock:
+            self._check_open()
+            for _ in range(2):
+                tokens = (ctypes.c_int32 * room)()
+                count: int = llama().tokenize(self._vocab, raw, len(raw), tokens, room, add_special, parse_special)
+                if count >= 0:
+                    return list(tokens[:count])
+                room = -count
+                if room > 2**31 - 1:
+                    break
         raise EngineError(f"llama.cpp cannot tokenise a text of {len(raw)} bytes")
 
     def piece(self, token: int, *, special: bool = False) -> bytes:
@@ -141,11 +144,12 @@ class LlamaModel:
 
     def close(self) -> None:
         """Close the contexts over this model and free it; a second call does nothing."""
-        if self._handle:
-            for context in list(self._contexts):
-                context.close()
-            llama().model_free(self._handle)
-            self._handle = None
+        with self._vocab_lock:
+            if self._handle:
+                for context in list(self._contexts):
+                    context.close()
+                llama().model_free(self._handle)
+                self._handle = None
 
     def __enter__(self) -> Self:
         return self

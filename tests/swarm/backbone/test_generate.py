@@ -283,6 +283,20 @@ async def test_a_full_line_is_refused_with_a_time_to_try_again(
     assert await asyncio.wait_for(tasks[0], PROMPT_END) == await asyncio.wait_for(third, PROMPT_END)
 
 
+async def test_a_turn_that_does_not_come_is_refused_with_a_time_to_try_again(
+    backbone: Backbone, experts: LocalExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "LINE_TIMEOUT_S", 0.05)
+    experts.held = 0
+    first = asyncio.create_task(answer(backbone, max_tokens=2))
+    await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+    with pytest.raises(Overloaded, match="no turn"):
+        await asyncio.wait_for(answer(backbone), PROMPT_END)
+    experts.release.set()
+    assert await asyncio.wait_for(first, PROMPT_END)
+    assert await asyncio.wait_for(answer(backbone, max_tokens=2), PROMPT_END), "the line is as it was"
+
+
 async def test_closing_the_iterator_frees_the_turn(backbone: Backbone, script: Any) -> None:
     samplers = script(*["w"] * 20)
     stream = backbone.generate(request(max_tokens=20))
