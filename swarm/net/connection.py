@@ -37,6 +37,8 @@ clock = time.monotonic
 # (certificate.MAX_DATA), so that waiting costs no throughput.
 MAX_UNSENT_BYTES = 8 << 20
 DRAIN_TIMEOUT_S = 60.0  # guessed: an 88 MB block at 12 Mbit/s
+# Given to QUIC since, or held at, the last count before what is unsent is counted again: small dispatches pay nothing for it.
+COUNT_FROM_BYTES = 16 << 10
 _RTT_GAIN = 0.125  # RFC 6298's smoothing
 # A stream opens all lower ones (RFC 9000 section 2.1) and aioquic keeps an object for each until it is finished; it also
 # doubles its own limit as streams are used. The session counts those that carry data; this bounds the rest.
@@ -57,7 +59,9 @@ class Connection:
         send_copy: Callable[[bytes, Any], None],
         on_request: Callable[[Connection, int, m.Request], None],
         on_cancel: Callable[[Connection, int], None],
+        on_open: Callable[[Connection], None],
         on_gone: Callable[[Connection], None],
+        on_unsent: Callable[[Connection, int, int], None],
         on_cid: Callable[[Connection, bytes, bool], None],
     ) -> None:
         self.driver = driver
@@ -66,6 +70,7 @@ class Connection:
         self.rtt_s: float | None = None  # smoothed round trip of a ping, seconds
         self.address: SocketAddress | None = None  # as a client: where it was dialled
         self.observed_address: str | None = None  # as a client: where the server sees us
+        self.remote_address: str | None = None  # as a server: the IP address that the client was first seen at
         self._session = session
         self._make_session = make_session
         self._expected = expected
@@ -73,7 +78,9 @@ class Connection:
         self._send_copy = send_copy
         self._on_request = on_request
         self._on_cancel = on_cancel
+        self._on_open = on_open
         self._on_gone = on_gone
+        self._on_unsent = on_unsent
         self._on_cid = on_cid
         self._loop = asyncio.get_running_loop()
         self._answers: dict[int, asyncio.Future[m.Response]] = {}
@@ -88,6 +95,8 @@ class Connection:
         self._is_flush_due = self._is_flush_forced = False
         self._next_ping = 1
         self._pings: dict[int, float] = {}
+        self._n_given = self._n_given_at_count = 0  # bytes handed to QUIC's streams since the start
+        self._n_unsent = 0  # when counted last
         # A server's session, with its own deadline, exists only once the handshake is done. A client's dial has one.
         self._handshake_deadline = None if self.is_client else clock() + s.GREETING_DEADLINE_S
 
@@ -113,8 +122,11 @@ class Connection:
         """Return when the connection is over."""
         await self._gone.wait()
 
-    async def request(self, message: m.Request, *, timeout_s: float) -> m.Response:
+    async def request(self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
         """Return the answer to `message`.
+
+        Args:
+            max_answer_bytes: of the answer's body, where the caller knows; a larger one ends the connection on its header.
 
         Raises:
             RemoteRefused: the other side answered with an error.
@@ -125,7 +137,7 @@ class Connection:
             # Without its old traceback, which would grow with each request on a dead connection.
             raise (self._error or ConnectionLost("the connection is not open")).with_traceback(None)
         now = clock()
-        exchange = self._session.request(message, deadline=now + timeout_s, now=now)
+        exchange = self._session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
         answer: asyncio.Future[m.Response] = self._loop.create_future()
         answer.add_done_callback(_seen)  # the caller may be cancelled in the tick in which it fails
         self._answers[exchange] = answer
@@ -200,6 +212,7 @@ class Connection:
         if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
             self.flush(has_data=has_data)
         else:
+            self._count_unsent()
             self._set_timer()
 
     def flush(self, *, has_data: bool = False) -> None:
@@ -210,9 +223,20 @@ class Connection:
         for data, address in self.driver.flush(now, has_data=has_data):
             self._send(data, address)
         self._pump(now)  # sending can end the closing period
+        self._count_unsent()
         self._set_timer()
 
     # Inside
+
+    def _count_unsent(self) -> None:
+        """Tell the endpoint what is held here, once per tick while that is worth it."""
+        if self._n_unsent or self._n_given - self._n_given_at_count >= COUNT_FROM_BYTES:
+            n_unsent = self.n_unsent_bytes()
+            self._n_given_at_count = self._n_given
+            n_unsent = n_unsent if n_unsent >= COUNT_FROM_BYTES else 0
+            if n_unsent != self._n_unsent:
+                self._n_unsent = n_unsent
+                self._on_unsent(self, self._n_given, n_unsent)
 
     def _hand_over(self) -> bool:
         """Return whether QUIC got anything to send on streams."""
@@ -227,6 +251,7 @@ class Connection:
                     self.driver.abandon_stream(stream)
                 else:
                     self.driver.send_stream_data(stream, out.data, out.is_end)
+                    self._n_given += len(out.data)
             except (ValueError, RuntimeError) as error:
                 # QUIC has forgotten the stream, or the other side stopped it in this tick: nobody waits for these bytes.
                 logger.debug("nothing sent on exchange %d: %s", out.exchange, error)
@@ -340,6 +365,7 @@ class Connection:
                 self.observed_address = event.observed_address
                 if not self._opened.done():
                     self._opened.set_result(None)
+                self._on_open(self)
                 self._ping()
                 self.flush_soon()
             elif isinstance(event, e.Closed):

@@ -1,20 +1,24 @@
 """One UDP socket that is client and server at once: receives in batches, flushes each touched connection once a tick.
 
 Datagrams whose first byte is below 64 are not QUIC (RFC 9443) and are dropped here for now. Bounded: connections in all,
-half-open ones, requests being served.
+half-open ones (`admission`), requests being served, in all and by connection, bytes of requests (`wire/byte_budget`) and of
+answers (`answer_budget`) that are held.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Self
 
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
-from aioquic.quic.packet import QuicPacketType, pull_quic_header
+from aioquic.quic.packet import QuicHeader, QuicPacketType, encode_quic_retry, pull_quic_header
+from aioquic.quic.retry import QuicRetryTokenHandler
 
 from swarm.errors import (
     ConnectionLost,
@@ -27,11 +31,14 @@ from swarm.errors import (
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address
+from swarm.net.admission import Admission, Verdict
+from swarm.net.answer_budget import AnswerBudget
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
 from swarm.net.quic_driver import QuicDriver, driver_class
 from swarm.wire import messages as m
 from swarm.wire import session as s
+from swarm.wire.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +48,18 @@ CID_BYTES = 8
 MAX_DATAGRAMS_PER_WAKE = 64  # then other callbacks get their turn; measured: a 49 KB answer is 40 datagrams
 SOCKET_BUFFER_BYTES = 4 << 20  # asked for; the kernel caps it (net.core.rmem_max)
 MAX_CONNECTIONS = 4096
-MAX_HALF_OPEN = 256  # guessed: a flood of first packets costs at most this many handshakes at a time
-MAX_SERVING = 1024  # requests being served, all connections together; more are refused as BUSY
 BULKY = m.GetManifest | m.GetBlock  # their answers can be far larger than they are
+# Requests being served, all connections together; more are refused as BUSY. Bulky ones, which mostly wait (2 KB each), apart,
+# so that those who wait for blocks do not keep dispatches out.
+MAX_SERVING, MAX_BULKY = 1024, 4096
+# The same, of one connection: it needs no more to keep a path full (peer/fetch asks for 4 blocks at a time).
+MAX_SERVING_PER_CONNECTION, MAX_BULKY_PER_CONNECTION = 128, 8
+N_BULKY_AT_ONCE = 4  # handlers that make a bulky answer: bounds what is made beyond the budget, at 96 MB each
+ROOM_TIMEOUT_S = 30.0  # for a bulky request to get its turn and room for its answer, then BUSY; guessed
+ROOM_CHECK_S = 1.0  # how often those who take their answers slowly are looked for, while others wait
+HELD_ANSWER_BYTES = 512 << 20  # held for all askers; guessed: six of the largest blocks
 DIAL_TIMEOUT_S = 4.0
+_BUSY = m.Refusal(code=m.ErrorCode.BUSY, detail="too many requests, try again")
 
 
 class Endpoint:
@@ -59,12 +74,16 @@ class Endpoint:
         handler: Handler | None = None,
         serves: Iterable[type[m.Request]] = (),
         versions: tuple[int, ...] = s.WIRE_VERSIONS,
+        held_request_bytes: int = s.SHARED_REQUEST_BYTES,
+        held_answer_bytes: int = HELD_ANSWER_BYTES,
     ) -> None:
         """Prepare an endpoint.
 
         Args:
             handler: answers the requests named in `serves`; may raise SwarmError, which becomes a refusal.
             port: 0 lets the system choose.
+            held_request_bytes: of requests that arrive or are served, all connections together; beyond, askers are told BUSY.
+            held_answer_bytes: not taken yet by those who asked; beyond, bulky requests wait and others are told BUSY.
         """
         self.identity = identity
         self._host, self._port = host, port
@@ -81,10 +100,20 @@ class Endpoint:
         self._by_cid: dict[bytes, Connection] = {}
         self._cids: dict[Connection, set[bytes]] = {}
         self._serving: dict[tuple[Connection, int], asyncio.Task[None]] = {}
+        self._n_serving: Counter[Connection | None] = Counter()  # not bulky; None: all
+        self._n_bulky: Counter[Connection | None] = Counter()
+        self._bulky_turn = asyncio.Semaphore(N_BULKY_AT_ONCE)
+        self._answers: AnswerBudget[Connection] = AnswerBudget(held_answer_bytes)
+        self._has_room = asyncio.Event()
+        self._slow_checked_at = 0.0
+        self._requests = ByteBudget(held_request_bytes)
+        self._admission = Admission()
+        self._retry = QuicRetryTokenHandler()
         self._socket: socket.socket | None = None
         self._tasks = asyncio.TaskGroup()
         self._is_closing = False
         self.n_refused = 0  # first packets of connections for which there was no room
+        self.n_retries = 0  # first packets whose sender was asked to prove its address
         self.n_send_drops = 0  # datagrams that the socket had no room for; QUIC sends their content again
         self.bytes_sent = 0  # UDP payload, without repair
         self.repair_bytes = 0  # UDP payload sent a second time in case the first copy was lost
@@ -172,6 +201,7 @@ class Endpoint:
                 observed_address=address,
                 serves=self._serves,
                 versions=self._versions,
+                request_budget=self._requests,
             )
 
         connection = Connection(
@@ -183,7 +213,9 @@ class Endpoint:
             send_copy=self._send_copy,
             on_request=self._on_request,
             on_cancel=self._on_cancel,
+            on_open=self._admission.end,
             on_gone=self._on_gone,
+            on_unsent=self._on_unsent,
             on_cid=self._on_cid,
         )
         self._connections.add(connection)
@@ -233,16 +265,56 @@ class Endpoint:
             or self._is_closing
         ):
             return None
-        n_half_open = sum(1 for each in self._connections if not each.is_client and not each.is_open)
-        if len(self._connections) >= MAX_CONNECTIONS or n_half_open >= MAX_HALF_OPEN:
+        return self._admit(header, address)
+
+    def _admit(self, header: QuicHeader, address: Any) -> Connection | None:
+        """Return a new connection for a first packet, if there is room; its sender may have to prove its address first."""
+        host, original_cid, retry_cid = str(address[0]), header.destination_cid, None
+        if header.token:
+            try:
+                original_cid = self._retry.validate_token(
+                    address=address, destination_cid=header.destination_cid, token=header.token, now=clock()
+                )
+            except ValueError:
+                return None  # a client acts on one Retry only, so another would not help it
+            retry_cid = header.destination_cid
+        verdict = self._admission.judge(host, is_proved=retry_cid is not None)
+        if verdict is Verdict.REFUSE or len(self._connections) >= MAX_CONNECTIONS:
             level = logging.DEBUG if self.n_refused else logging.WARNING  # a flood must not become a flood of lines
             self.n_refused += 1
-            logger.log(level, "no room for a connection: got %d, %d half-open", len(self._connections), n_half_open)
+            logger.log(
+                level, "no room for a connection: got %d, %d half-open", len(self._connections), len(self._admission)
+            )
             return None
-        driver = self._driver(configuration, header.destination_cid)
+        if verdict is Verdict.RETRY:
+            self._send_retry(header, address)
+            return None
+        driver = self._driver(self._configurations[False], original_cid, retry_cid)
         connection = self._adopt(driver, None, format_address(address))
+        connection.remote_address = host
+        self._admission.begin(connection, host, is_proved=retry_cid is not None)
         self._on_cid(connection, header.destination_cid, True)  # the client's first packets use the id it chose
         return connection
+
+    def _send_retry(self, header: QuicHeader, address: Any) -> None:
+        """Tell a client to begin again with a token. Smaller than what it sent, and nothing is kept."""
+        assert header.version is not None  # it is one of ours
+        self.n_retries += 1
+        cid = os.urandom(CID_BYTES)
+        token = self._retry.create_token(
+            address=address,
+            original_destination_connection_id=header.destination_cid,
+            retry_source_connection_id=cid,
+            now=clock(),
+        )
+        retry = encode_quic_retry(
+            version=header.version,
+            source_cid=cid,
+            destination_cid=header.source_cid,
+            original_destination_cid=header.destination_cid,
+            retry_token=token,
+        )
+        self._send(retry, address)
 
     def _send(self, data: bytes, address: Any) -> None:
         if self._try_to_send(data, address):
@@ -278,17 +350,38 @@ class Endpoint:
 
     def _on_gone(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._admission.end(connection)
+        self._answers.forget(connection)
+        self._has_room.set()
         for cid in self._cids.pop(connection, ()):
             self._by_cid.pop(cid, None)
 
     def _on_request(self, connection: Connection, exchange: int, request: m.Request) -> None:
-        if self._handler is None or self._is_closing or len(self._serving) >= MAX_SERVING:
-            connection.respond(exchange, m.Refusal(code=m.ErrorCode.BUSY, detail="too many requests, try again"))
+        is_bulky = isinstance(request, BULKY)
+        counts = self._n_bulky if is_bulky else self._n_serving
+        limit = MAX_BULKY if is_bulky else MAX_SERVING
+        connection_limit = MAX_BULKY_PER_CONNECTION if is_bulky else MAX_SERVING_PER_CONNECTION
+        is_busy = counts[None] >= limit or counts[connection] >= connection_limit
+        if not is_busy and not is_bulky and not self._answers.has_room(connection):
+            is_busy = True
+            self._close_slow()
+        if self._handler is None or self._is_closing or is_busy:
+            connection.respond(exchange, _BUSY)
             return
-        serve = self._serve_in_turn if isinstance(request, BULKY) else self._serve
+        serve = self._serve_in_turn if is_bulky else self._serve
         task = self._tasks.create_task(serve(self._handler, connection, exchange, request))
         self._serving[connection, exchange] = task
-        task.add_done_callback(lambda _: self._serving.pop((connection, exchange), None))
+        for key in (None, connection):
+            counts[key] += 1
+
+        def is_done(_: asyncio.Task[None]) -> None:
+            self._serving.pop((connection, exchange), None)
+            for key in (None, connection):
+                counts[key] -= 1
+                if not counts[key]:
+                    del counts[key]
+
+        task.add_done_callback(is_done)
 
     def _on_cancel(self, connection: Connection, exchange: int) -> None:
         task = self._serving.get((connection, exchange))
@@ -296,14 +389,42 @@ class Endpoint:
             task.cancel()
 
     async def _serve_in_turn(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
-        """Answer one request once the asker has taken its earlier answers, so that they cannot fill our memory."""
+        """Answer one request once the asker has taken its earlier answers, and there is room for this one among all others'."""
         async with connection.turn:
             try:
                 await connection.wait_drained()
             except DeadlineExceeded as error:
                 connection.close(error)
                 return
-            await self._serve(handler, connection, exchange, request)
+            try:
+                async with asyncio.timeout(ROOM_TIMEOUT_S) as waiting, self._bulky_turn:
+                    await self._wait_for_room()
+                    waiting.reschedule(None)
+                    await self._serve(handler, connection, exchange, request)
+            except TimeoutError:
+                connection.respond(exchange, _BUSY)
+
+    async def _wait_for_room(self) -> None:
+        while self._answers.is_full:
+            self._close_slow()
+            self._has_room.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ROOM_CHECK_S):
+                    await self._has_room.wait()
+
+    def _close_slow(self) -> None:
+        """End the connections that take their answers too slowly; to be called while others wait, however often."""
+        now = clock()
+        if now >= self._slow_checked_at + ROOM_CHECK_S:
+            self._slow_checked_at = now
+            for connection in self._answers.slow(now):
+                connection.close(ConnectionLost("the other side does not take its answers, and others wait"))
+
+    def _on_unsent(self, connection: Connection, n_given: int, n_held: int) -> None:
+        if connection in self._connections:  # not after it is gone: nobody would forget it
+            self._answers.update(connection, n_given=n_given, n_held=n_held)
+            if not self._answers.is_full:
+                self._has_room.set()
 
     async def _serve(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
         """Answer one request. Nothing may escape: this task shares a group with all others."""

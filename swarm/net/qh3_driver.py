@@ -59,8 +59,12 @@ class Qh3Driver(QuicDriver):
             configuration.private_key = load_pem_private_key(key)
         return configuration
 
-    def __init__(self, configuration: Any, original_cid: bytes | None) -> None:
-        self.quic = QuicConnection(configuration=configuration, original_destination_connection_id=original_cid)
+    def __init__(self, configuration: Any, original_cid: bytes | None, retry_cid: bytes | None = None) -> None:
+        self.quic = QuicConnection(
+            configuration=configuration,
+            original_destination_connection_id=original_cid,
+            retry_source_connection_id=retry_cid,
+        )
         self._held: deque[tuple[int, bytes, bool]] = deque()  # bounded by the session's MAX_EXCHANGES
 
     def presented_node_id(self) -> NodeId:
@@ -71,7 +75,7 @@ class Qh3Driver(QuicDriver):
         return NodeId(key[len(_ED25519_PREFIX) :])
 
     def n_streams(self) -> int:
-        return 0  # its core bounds them: 103 that the other side may have open
+        return 0  # not told by its core, which bounds them itself: 100 that the other side may have open
 
     def n_unsent_bytes(self) -> int:
         return int(self.quic.get_send_buffer_size()) + sum(len(data) for _, data, _ in self._held)

@@ -50,8 +50,11 @@ class QuicDriver(ABC):
         """Return what all connections of one side share."""
 
     @abstractmethod
-    def __init__(self, configuration: Any, original_cid: bytes | None) -> None:
-        """Make a client's connection, or, with the id that the client chose for us, a server's."""
+    def __init__(self, configuration: Any, original_cid: bytes | None, retry_cid: bytes | None = None) -> None:
+        """Make a client's connection, or, with the id that the client chose for us, a server's.
+
+        `retry_cid`: as a server, the id that a Retry gave to the client, if there was one.
+        """
 
     @abstractmethod
     def presented_node_id(self) -> NodeId:
@@ -110,9 +113,11 @@ class AioquicDriver(QuicDriver):
     events = aioquic_events
     configuration = staticmethod(quic_configuration)
 
-    def __init__(self, configuration: Any, original_cid: bytes | None) -> None:
+    def __init__(self, configuration: Any, original_cid: bytes | None, retry_cid: bytes | None = None) -> None:
         self.quic: QuicConnection = QuicConnection(
-            configuration=configuration, original_destination_connection_id=original_cid
+            configuration=configuration,
+            original_destination_connection_id=original_cid,
+            retry_source_connection_id=retry_cid,
         )
         self.controller, self._pacer = attach(self.quic, ack_delay_s=ACK_DELAY_S)
         self._repair = Repair()

@@ -11,9 +11,9 @@ bytes in order, but exchanges among each other in any order. The session knows n
     any but CLOSED   violation       -> CLOSED
     any but CLOSED   deadline passed -> CLOSED          (greeting; silence while answers are owed, or after a ping)
 
-The session is bounded: exchanges in each direction, bytes that it holds for them, a deadline on each request and on the
-greeting, and silence on a link that owes an answer. An exchange number is used once; what still comes on an exchange that
-is over is dropped.
+The session is bounded: exchanges in each direction, bytes that it holds for them (alone, and requests together with the
+sessions that share its budget), a deadline on each request, on a request's arrival and on the greeting, and silence on a link
+that owes an answer. An exchange number is used once; what still comes on an exchange that is over is dropped.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from swarm.errors import (
 from swarm.identity import Identity, is_valid_signature
 from swarm.ids import NodeId
 from swarm.wire import messages as m
+from swarm.wire.byte_budget import ByteBudget
 from swarm.wire.events import (
     Answered,
     Closed,
@@ -67,11 +68,16 @@ MAX_EXCHANGES = 256  # in each direction; guessed: 64 layers' worth of batches i
 MAX_SKIPPED = 16 * MAX_EXCHANGES  # numbers the other side passed over so far: on their way, if it is honest; guessed
 # Requests of the other side, arriving or not answered yet; above, it is told BUSY. Guessed.
 MAX_REQUEST_BYTES = 256 << 20
+# Such bytes of all sessions that share a budget; only what has arrived counts, so that nobody fills it with announcements.
+# Guessed: ten of the largest requests.
+SHARED_REQUEST_BYTES = 1 << 30
+ARRIVAL_DEADLINE_S = 60.0  # from a request's header to its last byte; guessed: 96 MB at 13 Mbit/s
 MAX_ANSWER_BYTES = 512 << 20  # answers arriving, all exchanges together: five of the largest blocks; guessed
 MAX_EARLY_BYTES = 64 << 10  # of the server's exchanges that overtake its WELCOME; guessed: a few small requests
 PING_AFTER_S = 0.5  # of silence while an answer is owed
 # Of silence while an answer is owed: keeps a dead peer's request under 5 s, with room for a busy machine.
 LOST_AFTER_S = 3.0
+_TOO_MANY_BYTES = "too many bytes of requests at once, try again"
 KEEPALIVE_S = 5.0  # the client pings this often on a quiet link, and gives it up LOST_AFTER_S later
 
 
@@ -110,7 +116,8 @@ class _Incoming:
     buffer: bytearray = field(default_factory=bytearray)
     frame_type: FrameType | None = None
     size: int = -1  # of the frame with its header, once that is known; -1 before
-    n_held: int = 0  # bytes counted against MAX_REQUEST_BYTES or MAX_ANSWER_BYTES
+    n_held: int = 0  # bytes counted against MAX_REQUEST_BYTES or MAX_ANSWER_BYTES: the size that the header says
+    n_arrived: int = 0  # bytes of a request counted against the shared budget
     n_to_skip: int = 0  # of a frame that may be ignored
     is_done: bool = False
 
@@ -119,6 +126,7 @@ class _Incoming:
 class _Waiting:
     expected: type[m.Response]
     deadline: float
+    max_answer_bytes: int | None
 
 
 class Session:
@@ -135,6 +143,7 @@ class Session:
         observed_address: str = "",
         serves: Iterable[type[m.Request]] = (),
         versions: tuple[int, ...] = WIRE_VERSIONS,
+        request_budget: ByteBudget | None = None,
     ) -> None:
         """Start a session.
 
@@ -143,6 +152,7 @@ class Session:
             nonce: as a server, 32 fresh random bytes.
             observed_address: as a server, where the client is seen, told to it.
             serves: the requests that we answer; all others are refused before memory is taken for them.
+            request_budget: of the bytes of requests held; shared by the sessions of an endpoint. Default: one of its own.
         """
         if not is_client and len(nonce) != 32:
             raise LocalProtocolError(f"a server's nonce has a wrong length: got {len(nonce)} bytes, expected 32")
@@ -159,6 +169,8 @@ class Session:
         self._incoming: dict[int, _Incoming] = {}
         self._early: list[tuple[int, bytes | None, bool]] = []  # (exchange, bytes or None for a reset, is the end)
         self._n_held = {True: 0, False: 0}  # bytes by whether the exchange is ours
+        self._request_budget = ByteBudget(SHARED_REQUEST_BYTES) if request_budget is None else request_budget
+        self._arriving: dict[int, float] = {}  # requests that are not whole, and until when; oldest first
         self._waiting: dict[int, _Waiting] = {}
         self._serving: dict[int, type[m.Response]] = {}
         self._next_exchange = 0 if is_client else 3
@@ -185,8 +197,12 @@ class Session:
         """Bytes that `take_outgoing` would return now."""
         return sum(len(outgoing.data) for outgoing in self._outgoing)
 
-    def request(self, message: m.Request, *, deadline: float, now: float) -> int:
+    def request(self, message: m.Request, *, deadline: float, now: float, max_answer_bytes: int | None = None) -> int:
         """Return the exchange on which the answer will come. `deadline` is on the caller's clock, like `now`.
+
+        Args:
+            max_answer_bytes: of the answer's body (its frame without the header), where the asker knows; a larger one is a
+                violation, found on its header. A refusal is always allowed.
 
         Raises:
             LocalProtocolError: the session is not open.
@@ -201,7 +217,7 @@ class Session:
         self._next_exchange += 2
         if not self._waiting:  # silence counts only while an answer is owed
             self._last_heard = self._last_ping = now
-        self._waiting[exchange] = _Waiting(m.RESPONSE_TO[type(message)], deadline)
+        self._waiting[exchange] = _Waiting(m.RESPONSE_TO[type(message)], deadline, max_answer_bytes)
         self._outgoing.append(Outgoing(exchange=exchange, data=data, is_end=True))
         return exchange
 
@@ -266,10 +282,12 @@ class Session:
         events += [RequestCancelled(exchange=exchange) for exchange in self._serving]
         self._waiting.clear()
         self._serving.clear()
+        for exchange, incoming in self._incoming.items():
+            self._release(exchange, incoming)
         self._incoming.clear()
+        self._arriving.clear()
         self._early.clear()
         self._skipped.clear()
-        self._n_held = {True: 0, False: 0}
         events.append(Closed(error=error))
         return events
 
@@ -287,6 +305,8 @@ class Session:
         if self.state is not State.OPEN:
             return self._greeting_deadline
         deadlines = [waiting.deadline for waiting in self._waiting.values()]
+        if self._arriving:
+            deadlines.append(next(iter(self._arriving.values())))
         if self._waiting:
             quiet_since = max(self._last_heard, self._last_ping)
             deadlines += [quiet_since + PING_AFTER_S, self._last_heard + LOST_AFTER_S]
@@ -311,6 +331,8 @@ class Session:
         if now >= quiet_since + (PING_AFTER_S if self._waiting else KEEPALIVE_S) and (self._waiting or self.is_client):
             self.wants_ping = True
             self._last_ping = now
+        for exchange in [exchange for exchange, deadline in self._arriving.items() if now >= deadline]:
+            self._refuse_rest(exchange, self._incoming[exchange], "the request did not arrive in time, try again")
         late = [exchange for exchange, waiting in self._waiting.items() if now >= waiting.deadline]
         for exchange in late:
             self.cancel(exchange)
@@ -422,7 +444,13 @@ class Session:
             incoming.n_to_skip -= n
             return view[n:]
         n = (HEADER.size if incoming.size < 0 else incoming.size) - len(incoming.buffer)
-        incoming.buffer += view[:n]
+        piece = view[:n]
+        if exchange in self._arriving:
+            if not self._request_budget.take(len(piece)):
+                self._refuse_rest(exchange, incoming, _TOO_MANY_BYTES)
+                return view
+            incoming.n_arrived += len(piece)
+        incoming.buffer += piece
         if incoming.size < 0 and len(incoming.buffer) == HEADER.size:
             self._take_header(exchange, incoming)
         return view[n:]
@@ -439,15 +467,29 @@ class Session:
             raise RemoteProtocolError(f"{frame_type.name} too large: got {size}, expected at most {LIMITS[frame_type]}")
         refusal = self._judge(exchange, frame_type, size)
         if refusal is not None:
-            self._outgoing.append(Outgoing(exchange=exchange, data=encode(refusal), is_end=True))
-            incoming.is_done = True
-            incoming.buffer.clear()
-            incoming.n_to_skip = size
+            self._skip(exchange, incoming, size, refusal)
             return
+        is_ours = self._is_ours(exchange)
         incoming.frame_type = frame_type
         incoming.size = HEADER.size + size
         incoming.n_held = size
-        self._n_held[self._is_ours(exchange)] += size
+        self._n_held[is_ours] += size
+        if not is_ours and exchange != GREETING_EXCHANGE:
+            self._arriving[exchange] = self._last_heard + ARRIVAL_DEADLINE_S
+
+    def _refuse_rest(self, exchange: int, incoming: _Incoming, detail: str) -> None:
+        """Give up a request that is not whole: tell the asker BUSY, and pass over what is still to come."""
+        del self._arriving[exchange]
+        self._release(exchange, incoming)
+        n_missing = incoming.size - len(incoming.buffer)
+        incoming.frame_type, incoming.size = None, -1
+        self._skip(exchange, incoming, n_missing, m.Refusal(code=m.ErrorCode.BUSY, detail=detail))
+
+    def _skip(self, exchange: int, incoming: _Incoming, n_bytes: int, refusal: m.Refusal) -> None:
+        self._outgoing.append(Outgoing(exchange=exchange, data=encode(refusal), is_end=True))
+        incoming.is_done = True
+        incoming.buffer.clear()
+        incoming.n_to_skip = n_bytes
 
     def _judge(self, exchange: int, frame_type: FrameType, size: int) -> m.Refusal | None:
         """Return None for a frame that may be taken in, else the refusal to answer it with."""
@@ -459,6 +501,11 @@ class Session:
         if waiting is not None:
             if frame_type not in (FRAME_TYPE_OF[waiting.expected], FrameType.REFUSAL):
                 raise RemoteProtocolError(f"wrong answer: got {frame_type.name}, expected {waiting.expected.__name__}")
+            limit = waiting.max_answer_bytes
+            if limit is not None and size > limit and frame_type is not FrameType.REFUSAL:
+                raise RemoteProtocolError(
+                    f"{frame_type.name} larger than asked for: got {size}, expected at most {limit}"
+                )
             if self._n_held[True] + size > MAX_ANSWER_BYTES:
                 raise RemoteProtocolError(f"too many bytes of answers at once: expected at most {MAX_ANSWER_BYTES}")
             return None
@@ -467,8 +514,8 @@ class Session:
         if frame_type not in self._serves:
             detail = f"this node does not serve {frame_type.name}"
             return m.Refusal(code=m.ErrorCode.NOT_ALLOWED, detail=detail)
-        if self._n_held[False] + size > MAX_REQUEST_BYTES:
-            return m.Refusal(code=m.ErrorCode.BUSY, detail="too many bytes of requests at once, try again")
+        if self._n_held[False] + size > MAX_REQUEST_BYTES or not self._request_budget.has_room(size):
+            return m.Refusal(code=m.ErrorCode.BUSY, detail=_TOO_MANY_BYTES)
         return None
 
     def _complete(self, exchange: int, incoming: _Incoming) -> list[Event]:
@@ -483,6 +530,7 @@ class Session:
             incoming.is_done = self.state is State.OPEN
             return events
         incoming.is_done = True
+        self._arriving.pop(exchange, None)
         waiting = self._waiting.pop(exchange, None)
         if waiting is not None:
             self._release(exchange, incoming)
@@ -546,8 +594,10 @@ class Session:
     def _forget_incoming(self, exchange: int) -> None:
         incoming = self._incoming.pop(exchange, None)
         if incoming is not None:
+            self._arriving.pop(exchange, None)
             self._release(exchange, incoming)
 
     def _release(self, exchange: int, incoming: _Incoming) -> None:
         self._n_held[self._is_ours(exchange)] -= incoming.n_held
-        incoming.n_held = 0
+        self._request_budget.give_back(incoming.n_arrived)
+        incoming.n_held = incoming.n_arrived = 0

@@ -23,6 +23,7 @@ from swarm.identity import Identity
 from swarm.ids import ModelId, NodeId
 from swarm.wire import messages as m
 from swarm.wire import session as s
+from swarm.wire.byte_budget import ByteBudget
 from swarm.wire.events import (
     Answered,
     Closed,
@@ -45,7 +46,13 @@ STATUS = m.Status(data=b"{}")
 SERVED = (m.GetStatus, m.GetBlock, m.Lookup)
 
 
-def new_server(*, nonce: bytes = NONCE, versions: tuple[int, ...] = (1,), identity: Identity = SERVER) -> Session:
+def new_server(
+    *,
+    nonce: bytes = NONCE,
+    versions: tuple[int, ...] = (1,),
+    identity: Identity = SERVER,
+    request_budget: ByteBudget | None = None,
+) -> Session:
     return Session(
         identity,
         is_client=False,
@@ -54,6 +61,7 @@ def new_server(*, nonce: bytes = NONCE, versions: tuple[int, ...] = (1,), identi
         observed_address="192.0.2.1:5",
         serves=SERVED,
         versions=versions,
+        request_budget=request_budget,
     )
 
 
@@ -743,6 +751,103 @@ def test_requests_beyond_the_bytes_that_are_held_are_told_busy(monkeypatch: pyte
     assert [event.exchange for event in received if isinstance(event, RequestReceived)] == [again]
 
 
+def sharing(limit_bytes: int, n: int) -> tuple[ByteBudget, list[Pair]]:
+    """Return open pairs whose servers share one budget."""
+    budget = ByteBudget(limit_bytes)
+    pairs = [Pair() for _ in range(n)]
+    for pair in pairs:
+        pair.server = new_server(request_budget=budget)
+        pair.opened()
+    return budget, pairs
+
+
+BLOCK_REQUEST = encode(m.GetBlock(model_id=MODEL, layer=1, expert=1))  # 5 bytes of header, 36 of body
+
+
+def busy_on(session: Session, exchange: int) -> bool:
+    """Return whether the session's next bytes are a BUSY on `exchange`, and nothing else."""
+    (out,) = session.take_outgoing()
+    return out.exchange == exchange and out.is_end and out.data[HEADER.size] == m.ErrorCode.BUSY
+
+
+def test_sessions_share_what_is_held_of_requests_and_give_it_back() -> None:
+    budget, (one, two, three) = sharing(80, 3)
+    for pair in (one, two):
+        assert pair.server.receive(0, BLOCK_REQUEST, True, now=0.0) != []
+    assert budget.n_bytes == 72
+    assert three.server.receive(0, BLOCK_REQUEST, True, now=0.0) == []
+    assert busy_on(three.server, 0)
+    assert one.server.respond(0, m.BlockBytes(data=b"x"))
+    assert three.server.receive(2, BLOCK_REQUEST, True, now=0.0) != []
+    two.server.close(ConnectionLost("gone"))
+    three.server.receive_reset(2)
+    assert budget.n_bytes == 0
+
+
+def test_an_announced_size_takes_nothing_of_what_is_shared() -> None:
+    """Else whoever sends headers alone would keep all others out."""
+    budget, (one, two) = sharing(80, 2)
+    for exchange in (0, 2, 4):
+        one.server.receive(exchange, BLOCK_REQUEST[:6], False, now=0.0)
+    assert budget.n_bytes == 3
+    assert two.server.receive(0, BLOCK_REQUEST, True, now=0.0) != []
+
+
+def test_a_request_that_outgrows_what_is_shared_is_told_busy_and_its_rest_passed_over() -> None:
+    budget, (one, two) = sharing(52, 2)
+    one.server.receive(0, BLOCK_REQUEST[:20], False, now=0.0)
+    assert two.server.receive(0, BLOCK_REQUEST[:39], False, now=0.0) == []
+    assert one.server.receive(0, BLOCK_REQUEST[20:24], False, now=0.0) == []
+    assert busy_on(one.server, 0)
+    assert budget.n_bytes == 34
+    assert one.server._n_held[False] == 0
+    assert one.server.receive(0, BLOCK_REQUEST[24:], True, now=0.0) == []
+    assert set(one.server._incoming) <= {GREETING_EXCHANGE}
+    assert two.server.receive(0, BLOCK_REQUEST[39:], True, now=0.0) != []
+    assert two.server.respond(0, m.BlockBytes(data=b""))
+    assert one.server.receive(2, BLOCK_REQUEST, True, now=0.0) != [], "the link lives"
+
+
+def test_a_request_that_does_not_arrive_in_time_is_told_busy_and_given_up() -> None:
+    budget, (pair,) = sharing(1000, 1)
+    server = pair.server
+    server.receive(0, BLOCK_REQUEST[:20], False, now=1.0)
+    server.receive(2, BLOCK_REQUEST[:20], False, now=2.0)
+    server.receive(0, BLOCK_REQUEST[20:21], False, now=50.0)
+    assert server.next_deadline() == 1.0 + s.ARRIVAL_DEADLINE_S
+    assert server.handle_timeout(1.0 + s.ARRIVAL_DEADLINE_S) == []
+    assert busy_on(server, 0)
+    assert budget.n_bytes == 15
+    assert server.next_deadline() == 2.0 + s.ARRIVAL_DEADLINE_S
+    assert server.receive(2, BLOCK_REQUEST[20:], True, now=61.5) != []
+    assert server.next_deadline() is None
+    assert server.handle_timeout(100.0) == []
+    assert server.take_outgoing() == []
+
+
+@pytest.mark.parametrize("limit", [0, 600])
+def test_an_answer_larger_than_its_asker_allows_closes_on_its_header(limit: int) -> None:
+    pair = opened_pair()
+    request = m.GetBlock(model_id=MODEL, layer=1, expert=1)
+    exchange = pair.client.request(request, deadline=100.0, now=0.0, max_answer_bytes=limit)
+    events = pair.client.receive(exchange, HEADER.pack(FrameType.BLOCK, limit + 1), False, now=0.0)
+    assert_violation(pair.client, events, f"got {limit + 1}, expected at most {limit}")
+    assert [event.exchange for event in events if isinstance(event, RequestFailed)] == [exchange]
+
+
+def test_an_answer_as_large_as_allowed_and_any_refusal_are_taken() -> None:
+    pair = opened_pair()
+    request = m.GetBlock(model_id=MODEL, layer=1, expert=1)
+    first, second = (pair.client.request(request, deadline=100.0, now=0.0, max_answer_bytes=3) for _ in range(2))
+    pair.run()
+    pair.server.respond(first, m.BlockBytes(data=b"abc"))
+    pair.server.respond(second, m.Refusal(code=m.ErrorCode.NOT_FOUND, detail="no such block here"))
+    answered, failed = pair.run()[0]
+    assert answered == Answered(exchange=first, response=m.BlockBytes(data=b"abc"))
+    assert isinstance(failed, RequestFailed)
+    assert isinstance(failed.error, RemoteRefused)
+
+
 def test_answers_beyond_the_bytes_that_may_arrive_at_once_close(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s, "MAX_ANSWER_BYTES", 1000)
     pair = opened_pair()
@@ -810,6 +915,8 @@ def test_no_bytes_raise_and_what_waits_ends_exactly_once(
         assert isinstance(closed_by(events), RemoteProtocolError)
     else:
         events += session.close(ConnectionLost("the end of the test"))
+    assert session._n_held == {True: 0, False: 0}
+    assert session._request_budget.n_bytes == 0
     ended = [event.exchange for event in events if isinstance(event, Answered | RequestFailed)]
     assert sorted(ended) == asked
     received = [event.exchange for event in events if isinstance(event, RequestReceived)]
