@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.compute import Compute
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
+from peer.model_file import choose_experts, open_model_file
 from swarm import __version__
-from swarm.errors import RemoteProtocolError, SwarmError, UserError
+from swarm.errors import NetworkError, RemoteProtocolError, SwarmError, UserError
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet
+from swarm.interruptible import Check, run_interruptibly
 from swarm.model.block_store import BlockStore
-from swarm.model.gguf_file import GgufFile
-from swarm.model.manifest import Manifest, manifest_of, verify_block
-from swarm.model.source import BlockSource, GgufSource
+from swarm.model.manifest import Manifest, verify_block
+from swarm.model.source import BlockSource
 from swarm.native.library import load_library, use_exact_kernels
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
@@ -41,15 +43,16 @@ class PeerConfig:
     """What a volunteer asked for.
 
     Attributes:
-        experts, layers: what to hold; `layers` None means every MoE layer.
-        model_file: a GGUF file to take the slice from; None fetches it from a backbone.
+        experts, layers: what to hold; `layers` None means every MoE layer. An ExpertSet has layers of its own.
+            `experts` None: all that a slice file holds.
+        model_file: a whole model or a slice file to take the experts from; None fetches them from a backbone.
         model: which of the registry's models, by name or id prefix; None: the only one.
         fault: (layer, expert) in which one byte is changed after the hash check: the control of `swarm verify`.
     """
 
     registry: tuple[RegistryAddress, ...]
     folders: Folders
-    experts: frozenset[int]
+    experts: frozenset[int] | ExpertSet | None
     layers: frozenset[int] | None = None
     model_file: Path | None = None
     model: str | None = None
@@ -121,8 +124,9 @@ class PeerDaemon:
             pool = Pool(endpoint)
             registry = RegistryClient(endpoint, config.registry)
             try:
-                source = await self._source(registry, pool)
-                await asyncio.to_thread(self._load, source)
+                await _require_registry(registry)
+                async with self._source(registry, pool) as source:
+                    await run_interruptibly(lambda check: self._load(source, check))
                 await self._serve(registry, on_ready)
             finally:
                 await pool.close()
@@ -130,7 +134,7 @@ class PeerDaemon:
                     self._compute.close()
 
     async def _serve(self, registry: RegistryClient, on_ready: Callable[[PeerReady], None]) -> None:
-        numbers = SequenceNumbers(self._config.folders.state / "join.seq")
+        numbers = SequenceNumbers(self._config.folders.state / f"{self._identity.node_id}.seq")
         announcer = Announcer(registry, self._identity, numbers, self._announcement)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -148,35 +152,43 @@ class PeerDaemon:
         except* SwarmError as group:
             raise group.exceptions[0] from None
 
-    async def _source(self, registry: RegistryClient, pool: Pool) -> BlockSource:
-        """Settle which model and experts this peer serves, and return where their blocks come from."""
-        config = self._config
+    @contextlib.asynccontextmanager
+    async def _source(self, registry: RegistryClient, pool: Pool) -> AsyncIterator[BlockSource]:
+        """Settle which model and experts this peer serves, and yield where their blocks come from."""
+        config, progress = self._config, self._progress
         if config.model_file is not None:
-            path = config.model_file
-            manifest = await asyncio.to_thread(manifest_of, path, config.folders.cache, self._progress.hashing)
-            self._settle(manifest, path.stem)
-            return GgufSource(GgufFile(path))
-        model, offers = choose_model(await registry.offers(), config.model)
-        manifest = await fetch_manifest(pool, model, offers)
-        self._settle(manifest, offers[0].model_name)
+            opening = open_model_file(config.model_file, config.folders.cache, registry, pool, progress.hashing)
+            async with opening as model:
+                self._settle(model.manifest, model.name, model.held)
+                yield model.source
+            return
+        model_id, offers = choose_model(await registry.offers(), config.model)
+        manifest = await fetch_manifest(pool, model_id, offers)
+        self._settle(manifest, offers[0].model_name, None)
         store = BlockStore(config.folders.cache, manifest)
-        await SliceFetcher(registry, pool, store, self._progress.fetching).fetch(self._experts)
-        return store
+        await SliceFetcher(registry, pool, store, progress.fetching).fetch(self._experts)
+        yield store
 
-    def _settle(self, manifest: Manifest, name: str) -> None:
-        spec = manifest.spec
-        layers = self._config.layers if self._config.layers is not None else frozenset(spec.moe_layers)
-        self._experts = ExpertSet.of(layers, self._config.experts)
-        spec.require_experts(self._experts)
+    def _settle(self, manifest: Manifest, name: str, held: ExpertSet | None) -> None:
+        self._experts = choose_experts(manifest.spec, self._config.experts, self._config.layers, held)
         self._manifest = manifest
         self._model_name = printable_name(name)
 
-    def _load(self, source: BlockSource) -> None:
-        """Check every block against the manifest and load it."""
+    def _load(self, source: BlockSource, check: Check) -> None:
+        """Check every block against the manifest and load it; `check` is called between blocks."""
         assert self._manifest is not None
-        manifest = self._manifest
-        ffn = ExpertFfn(manifest.spec, self._experts, n_threads=self._config.n_threads)
+        ffn = ExpertFfn(self._manifest.spec, self._experts, n_threads=self._config.n_threads)
+        try:
+            self._fill(ffn, self._manifest, source, check)
+        except BaseException:
+            ffn.close()
+            raise
+        self._executor = ExpertExecutor(ffn, self._manifest.spec)
+        self._compute = Compute(self._executor)
+
+    def _fill(self, ffn: ExpertFfn, manifest: Manifest, source: BlockSource, check: Check) -> None:
         for n_done, (layer, expert) in enumerate(self._experts, 1):
+            check()
             block = source.read_block(layer, expert)
             verify_block(manifest, layer, expert, block)
             ffn.load(layer, expert, block)
@@ -189,8 +201,6 @@ class PeerDaemon:
             # hide the change.
             ffn.flip_byte(layer, expert, manifest.spec.expert_tensors(layer)[0].expert_size_bytes // 2)
             logger.warning("one byte of layer %d, expert %d was changed on purpose", layer, expert)
-        self._executor = ExpertExecutor(ffn, manifest.spec)
-        self._compute = Compute(self._executor)
 
     def _announcement(self, seq: int, address: str) -> ExpertAnnouncement:
         assert self._manifest is not None
@@ -239,3 +249,16 @@ class PeerDaemon:
                 "n_in_line": self._compute.n_in_line,
             }
         return status
+
+
+async def _require_registry(registry: RegistryClient) -> None:
+    """Raise NetworkError unless a registry answers: found out before gigabytes are hashed, fetched and loaded.
+
+    Once a peer is loaded, a registry that is away is only asked again.
+    """
+    try:
+        await registry.observed_address()
+    except NetworkError as error:
+        raise NetworkError(
+            f"{error}; nothing was loaded, since nobody could find this peer: start swarm relay, or give another --registry"
+        ) from error

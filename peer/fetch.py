@@ -20,6 +20,7 @@ from swarm.errors import (
     UserError,
 )
 from swarm.ids import ExpertSet, ModelId
+from swarm.interruptible import run_interruptibly
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
 from swarm.net.addresses import parse_address
@@ -46,9 +47,17 @@ def choose_model(offers: Sequence[ModelOffer], wanted: str | None) -> tuple[Mode
         UserError: no such model, or several.
     """
     models: dict[ModelId, list[ModelOffer]] = {}
+    without_blocks: dict[ModelId, ModelOffer] = {}
     for offer in offers:
-        if offer.offers_blocks and (wanted is None or _matches(offer, wanted)):
-            models.setdefault(offer.model, []).append(offer)
+        if wanted is None or _matches(offer, wanted):
+            if offer.offers_blocks:
+                models.setdefault(offer.model, []).append(offer)
+            else:
+                without_blocks[offer.model] = offer
+    if not models and without_blocks:
+        names = ", ".join(sorted(f"{offer.model_name}@{id_.short}" for id_, offer in without_blocks.items()))
+        subject = f"model {names} is" if len(without_blocks) == 1 else f"models {names} are"
+        raise UserError(f"{subject} served, but no backbone offers its experts; give --model FILE")
     if not models:
         if wanted is None:
             raise UserError("the registry offers no model yet; start a backbone with swarm serve, or give --model FILE")
@@ -160,10 +169,7 @@ class SliceFetcher:
         request = m.GetBlock(model_id=self._store.manifest.model_id, layer=layer, expert=expert)
         answer = await connection.request(request, timeout_s=BLOCK_TIMEOUT_S)
         assert isinstance(answer, m.BlockBytes)  # the session checks an answer's type
-        try:
-            await asyncio.to_thread(self._store.add, layer, expert, answer.data)
-        except OSError as failure:
-            raise UserError(f"cannot keep blocks in {self._store.folder}: {failure.strerror}") from failure
+        await run_interruptibly(lambda _: self._store.add(layer, expert, answer.data))
 
 
 async def _connect(pool: Pool, offer: ModelOffer) -> Connection:

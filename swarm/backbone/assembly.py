@@ -4,40 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.generate import Backbone
-from swarm.backbone.share import SERVES, ModelShare
+from swarm.backbone.prepared import PreparedModel, ProgressCallback, prepare_model
+from swarm.backbone.share import SERVES
 from swarm.dispatch.dispatcher import Dispatcher
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.placement import Placement
-from swarm.errors import RemoteProtocolError, UserError
 from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import format_index_set
-from swarm.model.gguf_file import GgufFile
-from swarm.model.manifest import MAX_MANIFEST_BYTES, MODEL_ID_KEY, Manifest, manifest_of
-from swarm.model.slices import write_backbone
-from swarm.model.source import GgufSource
-from swarm.model.spec import FILE_KEY
+from swarm.interruptible import run_interruptibly
+from swarm.model.manifest import Manifest
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.client import RegistryAddress, RegistryClient
-from swarm.registry.records import ModelOffer, printable_name
+from swarm.registry.records import ModelOffer
 from swarm.wire import messages as m
 from swarm.wire.rows import Wire, WireForm
-
-logger = logging.getLogger(__name__)
-
-MANIFEST_NAME = "manifest.json"
-
-ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +36,7 @@ class BackboneConfig:
 
     Attributes:
         model_file: a whole GGUF file, or a `backbone.gguf` with its manifest.json beside it.
+        n_draft: most tokens that a step drafts by prompt lookup; 0: no drafts.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -56,18 +47,7 @@ class BackboneConfig:
     port: int = 0
     advertise: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedModel:
-    """A model's files, ready to run."""
-
-    manifest: Manifest
-    name: str
-    backbone_path: Path
-    share: ModelShare
-    size_bytes: int
-    offers_blocks: bool
+    n_draft: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,59 +65,33 @@ class RunningBackbone:
     endpoint: Endpoint
 
 
-def prepare_model(path: Path, folders: Folders, progress: ProgressCallback | None = None) -> PreparedModel:
-    """Return the model's manifest and backbone file; a whole file's backbone is written to the cache once.
-
-    Raises:
-        UserError: not a model that can be served, or no manifest beside a backbone file.
-    """
-    name = printable_name(path.stem)
-    with GgufFile(path) as file:
-        kind, said = file.text(FILE_KEY), file.text(MODEL_ID_KEY)
-    if kind == "slice":
-        raise UserError(f"{path} is an expert slice; serve needs the whole model or its backbone.gguf")
-    if kind == "backbone":
-        manifest = _manifest_beside(path)
-        if said != str(manifest.model_id):
-            raise UserError(f"{path} does not belong to the {MANIFEST_NAME} beside it: got model {said}")
-        return PreparedModel(
-            manifest=manifest,
-            name=name,
-            backbone_path=path,
-            share=ModelShare(manifest, None),
-            size_bytes=path.stat().st_size,
-            offers_blocks=False,
-        )
-    manifest = manifest_of(path, folders.cache, progress)
-    file = GgufFile(path)  # stays open: the share reads from it
-    backbone_path = folders.cache / "backbones" / f"{manifest.model_id}.gguf"
-    if not backbone_path.exists():  # written whole or not at all, and named for its content
-        backbone_path.parent.mkdir(parents=True, exist_ok=True)
-        write_backbone(file, manifest, backbone_path)
-    return PreparedModel(
-        manifest=manifest,
-        name=name,
-        backbone_path=backbone_path,
-        share=ModelShare(manifest, GgufSource(file)),
-        size_bytes=path.stat().st_size,
-        offers_blocks=True,
-    )
-
-
 @contextlib.asynccontextmanager
 async def open_backbone(
-    config: BackboneConfig, identity: Identity, progress: ProgressCallback | None = None
+    config: BackboneConfig,
+    identity: Identity,
+    progress: ProgressCallback | None = None,
+    *,
+    prepared: PreparedModel | None = None,
 ) -> AsyncIterator[RunningBackbone]:
     """Yield a running backbone that is announced and watches for holders; they need not be there yet.
 
+    `prepared`: what `prepare_model` made of `config.model_file`, if the caller has it already; it stays the caller's to close.
+
     Raises:
-        UserError, EngineError: the model or the port cannot be used.
+        UserError, EngineError, IntegrityError: the model or the port cannot be used.
     """
-    prepared = await asyncio.to_thread(prepare_model, config.model_file, config.folders, progress)
-    manifest = prepared.manifest
+    if prepared is None:
+        prepared = await run_interruptibly(
+            lambda check: prepare_model(config.model_file, config.folders, progress, check)
+        )
+        with prepared:
+            async with open_backbone(config, identity, prepared=prepared) as running:
+                yield running
+        return
+    manifest, share = prepared.manifest, prepared.share
 
     async def handle(connection: Connection, request: m.Request) -> m.Response:
-        return await prepared.share.answer(request)
+        return await share.answer(request)
 
     endpoint = Endpoint(identity, host=config.host, port=config.port, handler=handle, serves=SERVES)
     async with endpoint, contextlib.AsyncExitStack() as stack:
@@ -156,7 +110,7 @@ async def open_backbone(
         announcer = Announcer(
             registry,
             identity,
-            SequenceNumbers(config.folders.state / "serve.seq"),
+            SequenceNumbers(config.folders.state / f"{identity.node_id}.seq"),
             lambda seq, address: _offer(config, identity, prepared, seq, address),
         )
         async with _cancelled_at_exit() as tasks:
@@ -172,6 +126,7 @@ async def open_backbone(
                         holders,
                         f"{prepared.name}@{manifest.model_id.short}",
                         n_batch=config.engine.n_batch,
+                        n_draft=config.n_draft,
                     ),
                     engine=engine,
                     holders=holders,
@@ -225,15 +180,3 @@ def _offer(config: BackboneConfig, identity: Identity, prepared: PreparedModel, 
         addresses=(config.advertise or address,),
         offers_blocks=prepared.offers_blocks,
     )
-
-
-def _manifest_beside(path: Path) -> Manifest:
-    beside = path.with_name(MANIFEST_NAME)
-    try:
-        if beside.stat().st_size > MAX_MANIFEST_BYTES:
-            raise UserError(f"{beside} is too large for a manifest: expected at most {MAX_MANIFEST_BYTES} bytes")
-        return Manifest.from_bytes(beside.read_bytes())
-    except OSError as error:
-        raise UserError(f"cannot read {beside}, which belongs to {path.name}: {error.strerror}") from error
-    except RemoteProtocolError as error:
-        raise UserError(f"{beside} is damaged: {error}") from error

@@ -2,8 +2,8 @@
 
     event loop                                   engine thread
       call(step) --- queue ------------------->    step(context): llama_decode
-      dispatch()  <-- run_coroutine_threadsafe --    MoeHook begins a layer
-                  --- future ------------------>    MoeHook waits at ffn_moe_out
+      dispatch()  <-- call_soon_threadsafe ----    MoeHook begins a layer
+                  --- lock -------------------->    MoeHook waits at ffn_moe_out, or later
       result      <-- call_soon_threadsafe ----    step returns
 
 Nothing else crosses. The thread takes one step at a time; a step is a function of the context.
@@ -80,18 +80,46 @@ class _Step:
 
 
 class _Flight:
-    """A layer on its way; what the hook waits for."""
+    """A layer on its way; what the hook waits for.
 
-    def __init__(self, future: concurrent.futures.Future[npt.NDArray[np.float32]]) -> None:
-        self._future = future
+    A plain lock and one callback: 19 us there and back (uvloop, measured), 26 with `run_coroutine_threadsafe`.
+    """
+
+    def __init__(self, forget: Callable[[_Flight], None]) -> None:
         self.done_at: float | None = None
-        future.add_done_callback(self._note)
+        self._forget = forget
+        self._is_under_way = threading.Lock()
+        self._is_under_way.acquire()
+        self._task: asyncio.Task[npt.NDArray[np.float32]] | None = None
+        self._is_cancelled = False
 
     def result(self) -> npt.NDArray[np.float32]:
-        return self._future.result()
+        """Wait on the engine's thread; raises what the dispatch did, or CancelledError."""
+        with self._is_under_way:
+            assert self._task is not None
+            if self._task.cancelled():
+                raise concurrent.futures.CancelledError
+            return self._task.result()
 
-    def _note(self, _: object) -> None:
+    def start(self, layer: Coroutine[Any, Any, npt.NDArray[np.float32]]) -> None:
+        """Begin; on the loop."""
+        self._task = asyncio.get_running_loop().create_task(layer)
+        self._task.add_done_callback(self._settle)
+        if self._is_cancelled:
+            self._task.cancel()
+
+    def cancel(self) -> None:
+        """Give up, also before the start; on the loop."""
+        self._is_cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def _settle(self, task: asyncio.Task[npt.NDArray[np.float32]]) -> None:
         self.done_at = time.perf_counter()
+        self._forget(self)
+        if not task.cancelled():
+            task.exception()  # seen: a step that has failed before waits for its layers no more
+        self._is_under_way.release()
 
 
 class _Bridge(ExpertBackend):
@@ -101,7 +129,7 @@ class _Bridge(ExpertBackend):
         self._dispatcher = dispatcher
         self._loop = loop
         self._lock = threading.Lock()
-        self._in_flight: set[concurrent.futures.Future[npt.NDArray[np.float32]]] = set()
+        self._in_flight: set[_Flight] = set()
         self._step: _Step | None = None
         self._abort_reason: SwarmError | None = None  # of this step
         self._end_reason: SwarmError | None = None  # of this step and all that follow
@@ -117,12 +145,20 @@ class _Bridge(ExpertBackend):
         with self._lock:
             if self._end_reason or self._abort_reason:
                 raise self.reason
-            future = asyncio.run_coroutine_threadsafe(
-                self._dispatcher.dispatch(layer, x, topk_ids, topk_weights), self._loop
-            )
-            self._in_flight.add(future)
-        future.add_done_callback(self._forget)
-        return _Flight(future)
+            flight = _Flight(self._forget)
+            self._loop.call_soon_threadsafe(self._start, flight, layer, x, topk_ids, topk_weights)
+            self._in_flight.add(flight)
+        return flight
+
+    def _start(
+        self,
+        flight: _Flight,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+    ) -> None:
+        flight.start(self._dispatcher.dispatch(layer, x, topk_ids, topk_weights))
 
     @property
     def reason(self) -> SwarmError:
@@ -149,8 +185,8 @@ class _Bridge(ExpertBackend):
                 return False
             self._abort_reason = reason
             in_flight = list(self._in_flight)
-        for future in in_flight:
-            future.cancel()
+        for flight in in_flight:
+            self._loop.call_soon_threadsafe(flight.cancel)
         return True
 
     def end(self, reason: SwarmError) -> None:
@@ -158,12 +194,12 @@ class _Bridge(ExpertBackend):
         with self._lock:
             self._end_reason = reason
             in_flight = list(self._in_flight)
-        for future in in_flight:
-            future.cancel()
+        for flight in in_flight:
+            self._loop.call_soon_threadsafe(flight.cancel)
 
-    def _forget(self, future: concurrent.futures.Future[npt.NDArray[np.float32]]) -> None:
+    def _forget(self, flight: _Flight) -> None:
         with self._lock:
-            self._in_flight.discard(future)
+            self._in_flight.discard(flight)
 
 
 class Engine:

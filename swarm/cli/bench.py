@@ -170,7 +170,7 @@ def prefill(
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the prompt, computed in one step.")] = 512,
     chunk: Annotated[
         str, typer.Option("--chunk", metavar="SIZE|0", help="First chunk of a batch; 0 measures whole batches alone.")
-    ] = "16KiB",
+    ] = "32KiB",
     sweep: Annotated[
         str,
         typer.Option(

@@ -67,7 +67,10 @@ def combine_partial(n_tokens: int, n_expert_used: int, n_embd: int, parts: Seque
     out = np.zeros((n_tokens, n_embd), dtype=np.float32)  # [T, D]
     for batch, rows in sorted(parts, key=lambda part: _fixed_order(part[0])):
         _check_shape(rows, (batch.n_rows, n_embd))
-        out[batch.rows] += rows  # rows of a batch are distinct
+        if batch.n_rows == n_tokens:
+            out += rows
+        else:
+            out[batch.rows] += rows  # rows of a batch are distinct
     return out
 
 
@@ -82,6 +85,11 @@ def _check_shape(rows: Rows, expected: tuple[int, int]) -> None:
 
 def _check_cover(n_tokens: int, n_expert_used: int, batches: Sequence[Batch]) -> None:
     """Raise LocalProtocolError unless the batches hold every (token, slot) exactly once."""
+    if n_tokens == 1:  # a decoded token: a few pairs, for which the reductions below cost most of a combine
+        slots = b"".join(batch.slots.tobytes() for batch in batches)
+        is_first = all(batch.n_rows == 1 and int(batch.rows[0]) == 0 for batch in batches)
+        if is_first and sorted(slots) == list(range(n_expert_used)):
+            return
     pairs = np.concatenate(
         [np.empty(0, np.int64), *(batch.pair_rows * n_expert_used + batch.slots for batch in batches)]
     )

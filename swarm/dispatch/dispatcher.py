@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from swarm.dispatch.chunks import CHUNK_BYTES, cut
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.plan import Batch, MissingExperts, plan_dispatch
@@ -27,7 +28,7 @@ from swarm.errors import (
 from swarm.ids import ModelId, NodeId
 from swarm.model.spec import ModelSpec
 from swarm.wire import messages as m
-from swarm.wire.rows import RowCodec, Wire, back_codec, out_codec, row_bytes
+from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, out_codec, row_bytes
 
 # Longest wait for one batch. A dead peer is noticed far earlier, by silence (swarm.wire.session.LOST_AFTER_S); this
 # bounds a peer that lives but does not finish. Guessed: 512 rows of a large model on a slow CPU.
@@ -40,12 +41,14 @@ class LayerSpan:
 
     Attributes:
         began_ns, planned_ns, returned_ns, ended_ns: the call; batches packed, about to leave; all answers there; combined.
-        compute_s, queue_s: at the peer that computed longest; what peers say of themselves, so it may be wrong.
+        compute_s, queue_s: of the batch that computed longest; what peers say of themselves, so it may be wrong.
+        n_batches: requests sent; more than destinations where batches were cut into chunks.
     """
 
     layer: int
     n_tokens: int
     n_destinations: int
+    n_batches: int
     began_ns: int
     planned_ns: int
     returned_ns: int
@@ -67,14 +70,41 @@ class DispatchStats:
     assignments: dict[NodeId, int] = field(default_factory=dict)
 
 
-class Dispatcher:
-    """Computes a layer's routed experts on the swarm."""
+class _EncodedRows:
+    """A layer's hidden states, encoded once however many peers get them.
 
-    def __init__(self, model: ModelId, spec: ModelSpec, holders: Holders, wire: Wire) -> None:
+    Attributes:
+        x: [T, D] float32.
+    """
+
+    def __init__(self, x: npt.NDArray[np.float32], codec: RowCodec) -> None:
+        self.x = x
+        self.codec = codec
+        self._data = encode_rows(x, codec)
+        self._rows = np.frombuffer(self._data, np.uint8).reshape(len(x), -1) if len(x) else None  # [T, bytes of a row]
+
+    def of(self, batch: Batch) -> bytes:
+        """Return the bytes of a batch's rows."""
+        if batch.n_rows == len(self.x) or self._rows is None:
+            return self._data  # all of them: a batch has each row once, in order
+        return self._rows[batch.rows].tobytes()
+
+
+class Dispatcher:
+    """Computes a layer's routed experts on the swarm.
+
+    Attributes:
+        chunk_bytes: see `swarm.dispatch.chunks`; 0 never cuts. May be changed between dispatches.
+    """
+
+    def __init__(
+        self, model: ModelId, spec: ModelSpec, holders: Holders, wire: Wire, *, chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         self._model_tag = model.raw[: m.MODEL_TAG_BYTES]
         self._spec = spec
         self._holders = holders
         self.wire = wire
+        self.chunk_bytes = chunk_bytes
         self._codec_back = back_codec(wire.back)
         self._codec_out: dict[int, RowCodec] = {}  # layer -> codec
         self.stats = DispatchStats()
@@ -103,15 +133,18 @@ class Dispatcher:
         batches = plan_dispatch(topk_ids, topk_weights, placement.owner_of(layer), placement.destinations)
         if isinstance(batches, MissingExperts):
             raise ExpertUnavailable(layer, batches.experts, "no live peer holds them")
+        n_destinations = len(batches)
+        codec = self._rows_codec(layer)
+        if self.chunk_bytes:
+            batches = [
+                chunk
+                for batch in batches
+                for chunk in cut(batch, row_bytes=self._bytes_per_row(batch, codec), chunk_bytes=self.chunk_bytes)
+            ]
+        rows = _EncodedRows(x, codec)
         planned_ns = time.monotonic_ns()
-        try:
-            async with asyncio.TaskGroup() as group:  # one failure ends the layer: the other answers are of no use
-                tasks = [group.create_task(self._batch(layer, x, batch)) for batch in batches]
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
+        results = await self._ask(layer, batches, rows)
         returned_ns = time.monotonic_ns()
-        results = [task.result() for task in tasks]
         parts = [(batch, result.rows) for batch, result in zip(batches, results, strict=True)]
         if self._codec_back is RowCodec.EXACT:
             combined = combine_exact(n_tokens, n_used, self._spec.n_embd, parts, topk_weights)
@@ -125,7 +158,8 @@ class Dispatcher:
                 LayerSpan(
                     layer=layer,
                     n_tokens=n_tokens,
-                    n_destinations=len(batches),
+                    n_destinations=n_destinations,
+                    n_batches=len(batches),
                     began_ns=began_ns,
                     planned_ns=planned_ns,
                     returned_ns=returned_ns,
@@ -136,25 +170,39 @@ class Dispatcher:
             )
         return combined
 
-    async def _batch(self, layer: int, x: npt.NDArray[np.float32], batch: Batch) -> m.Result:
+    async def _ask(self, layer: int, batches: list[Batch], rows: _EncodedRows) -> list[m.Result]:
+        """Return the answers of all batches; the first failure ends the layer, for the other answers are of no use."""
+        if len(batches) == 1:
+            return [await self._batch(layer, batches[0], rows)]
+        try:
+            # Tasks cost 3 us each more than bare futures (uvloop, measured): not worth another interface of connections.
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._batch(layer, batch, rows)) for batch in batches]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise first from first.__cause__
+        return [task.result() for task in tasks]
+
+    async def _batch(self, layer: int, batch: Batch, rows: _EncodedRows) -> m.Result:
         """Return a peer's answer to one batch; any failure marks the peer down and raises ExpertUnavailable."""
         is_exact = self._codec_back is RowCodec.EXACT
         message = m.Dispatch(
             model_tag=self._model_tag,
             layer=layer,
-            rows_codec=self._rows_codec(layer),
+            rows_codec=rows.codec,
             result_codec=self._codec_back,
             row_counts=batch.row_counts,
             expert_ids=batch.expert_ids,
             weights=None if is_exact else batch.weights,
-            rows=x[batch.rows],
+            rows=rows.x[batch.rows],
+            encoded_rows=rows.of(batch),
         )
         peer = batch.destination
         try:
             connection = await self._holders.connection(peer)
             result = await connection.request(message, timeout_s=BATCH_TIMEOUT_S)
             assert isinstance(result, m.Result)  # the session checks an answer's type
-            expected = (batch.n_pairs if is_exact else batch.n_rows, x.shape[1])
+            expected = (batch.n_pairs if is_exact else batch.n_rows, rows.x.shape[1])
             if result.codec is not self._codec_back or result.rows.shape != expected:
                 error = RemoteProtocolError(
                     f"wrong answer of peer {peer.short}: got {result.codec.name} {result.rows.shape}, "
@@ -173,6 +221,13 @@ class Dispatcher:
             experts = np.unique(batch.expert_ids).tolist()
             kind = "late" if isinstance(error, DeadlineExceeded) else "failed"
             raise ExpertUnavailable(layer, experts, f"peer {peer.short} {kind}: {error}") from error
+
+    def _bytes_per_row(self, batch: Batch, codec: RowCodec) -> float:
+        """Return what a row of this batch takes on its way out or back, whichever is more."""
+        back = row_bytes(self._spec.n_embd, self._codec_back)
+        if self._codec_back is RowCodec.EXACT:
+            back = back * batch.n_pairs // batch.n_rows
+        return max(row_bytes(self._spec.n_embd, codec), back)
 
     def _rows_codec(self, layer: int) -> RowCodec:
         """Return how this layer's rows go out: x meets the gate and up weights, so their types decide."""

@@ -40,10 +40,16 @@ class Batch:
     weights: npt.NDArray[np.float32]
 
     def __post_init__(self) -> None:
-        n_pairs = len(self.expert_ids)
-        if len(self.row_counts) != len(self.rows) or int(self.row_counts.sum()) != n_pairs:
-            raise LocalProtocolError(f"bad batch: row counts do not add up to {n_pairs} pairs of {len(self.rows)} rows")
-        if n_pairs == 0 or int(self.row_counts.min()) < 1 or not (np.diff(self.rows) > 0).all():
+        n_pairs, n_rows = len(self.expert_ids), len(self.rows)
+        if n_rows == len(self.row_counts) == 1:  # a decoded token: the reductions below cost more than all else here
+            is_whole, is_ordered = int(self.row_counts[0]) == n_pairs, n_pairs > 0
+        else:
+            is_whole = len(self.row_counts) == n_rows and int(self.row_counts.sum()) == n_pairs
+            is_ordered = is_whole and n_pairs > 0 and int(self.row_counts.min()) > 0
+            is_ordered = is_ordered and bool((self.rows[1:] > self.rows[:-1]).all())
+        if not is_whole:
+            raise LocalProtocolError(f"bad batch: row counts do not add up to {n_pairs} pairs of {n_rows} rows")
+        if not is_ordered:
             raise LocalProtocolError("bad batch: expected ascending rows, each once and with at least one pair")
         if len(self.slots) != n_pairs or len(self.weights) != n_pairs:
             raise LocalProtocolError(
@@ -104,29 +110,40 @@ def plan_dispatch(
     owners = owner_of[ids]  # [T*K]
     if int(owners.min()) < 0:
         return MissingExperts(tuple(np.unique(ids[owners < 0]).tolist()))
-    weights = topk_weights.astype(np.float32, copy=False).ravel()  # [T*K]
-    order = np.argsort(owners, kind="stable")  # by owner; stable keeps (row, slot) order within one
-    rows, slots = np.divmod(order, n_used)
-    counts = np.bincount(owners, minlength=len(destinations))
-    ends = np.cumsum(counts)
-    if len(counts) > len(destinations):
+    order = np.argsort(owners, kind="stable")  # [P] by owner; stable keeps (row, slot) order within one
+    owners = owners[order]
+    if int(owners[-1]) >= len(destinations):
         raise LocalProtocolError(
-            f"bad owner: got index {len(counts) - 1}, expected one of {len(destinations)} destinations"
+            f"bad owner: got index {int(owners[-1])}, expected one of {len(destinations)} destinations"
         )
+    pair_rows, slots = np.divmod(order, n_used)
+    is_start = np.ones(len(order), np.bool_)  # where the pairs of a row at an owner begin
+    is_start[1:] = (pair_rows[1:] != pair_rows[:-1]) | (owners[1:] != owners[:-1])
+    starts = np.flatnonzero(is_start)  # [N], of all destinations together, as all below
+    rows = pair_rows[starts]
+    row_counts = np.empty(len(starts), np.uint8)
+    row_counts[:-1] = starts[1:] - starts[:-1]
+    row_counts[-1] = len(order) - starts[-1]
+    expert_ids = ids[order].astype(np.uint16)
+    weights = topk_weights.astype(np.float32, copy=False).ravel()[order]
+    slots = slots.astype(np.uint8)
 
     batches: list[Batch] = []
-    for index in np.flatnonzero(counts).tolist():  # over destinations, a few
-        part = slice(int(ends[index] - counts[index]), int(ends[index]))
-        pair_rows = rows[part]  # [P]
-        starts = np.flatnonzero(np.diff(pair_rows, prepend=-1))  # [N], where each row's pairs begin
-        batches.append(
-            Batch(
-                destination=destinations[index],
-                rows=pair_rows[starts],
-                row_counts=np.diff(starts, append=len(pair_rows)).astype(np.uint8),
-                expert_ids=ids[order[part]].astype(np.uint16),
-                slots=slots[part].astype(np.uint8),
-                weights=weights[order[part]],
+    row_at = pair_at = 0
+    n_rows = np.bincount(owners[starts], minlength=len(destinations)).tolist()
+    n_pairs = np.bincount(owners, minlength=len(destinations)).tolist()
+    for destination, n_row, n_pair in zip(destinations, n_rows, n_pairs, strict=True):  # a few
+        if n_pair:
+            of_rows, of_pairs = slice(row_at, row_at + n_row), slice(pair_at, pair_at + n_pair)
+            batches.append(
+                Batch(
+                    destination=destination,
+                    rows=rows[of_rows],
+                    row_counts=row_counts[of_rows],
+                    expert_ids=expert_ids[of_pairs],
+                    slots=slots[of_pairs],
+                    weights=weights[of_pairs],
+                )
             )
-        )
+        row_at, pair_at = row_at + n_row, pair_at + n_pair
     return batches

@@ -18,8 +18,9 @@ from typing import Protocol
 import numpy as np
 
 from swarm import __version__
-from swarm.backbone.assembly import BackboneConfig, open_backbone, prepare_model
+from swarm.backbone.assembly import BackboneConfig, open_backbone
 from swarm.backbone.engine import EngineConfig
+from swarm.backbone.prepared import prepare_model
 from swarm.backbone.stock import StockModel
 from swarm.emulation.processes import LocalSwarm
 from swarm.errors import UserError
@@ -33,6 +34,7 @@ from swarm.gate.stored import GateResult, engine_name
 from swarm.gate.verdict import MIN_TEXT_TOKENS, judge
 from swarm.gate.verify import PROMPT_LENGTHS, compare
 from swarm.identity import Identity
+from swarm.interruptible import run_interruptibly
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest
 from swarm.model.source import GgufSource
@@ -64,12 +66,15 @@ async def verify_model(config: VerifyConfig, progress: Progress) -> Outcome:
         text = _read_text(config)
         if config.n_peers > spec.n_expert:
             raise UserError(f"more peers than experts: got {config.n_peers}, expected at most {spec.n_expert}")
-        prepared = await asyncio.to_thread(
-            prepare_model,
-            config.path,
-            config.folders,
-            lambda done, total: progress("hashing the model", done, total, is_bytes=True),
+        prepared = await run_interruptibly(
+            lambda check: prepare_model(
+                config.path,
+                config.folders,
+                lambda done, total: progress("hashing the model", done, total, is_bytes=True),
+                check,
+            )
         )
+        prepared.close()  # its share gives nothing away here
         model = GateModel(path=config.path, backbone_path=prepared.backbone_path, spec=spec, source=source)
         outcome = Outcome(config)
         if config.layers is not None or (config.needs_table and is_too_large(config.path)):

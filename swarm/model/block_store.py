@@ -6,6 +6,7 @@ so a download that was cut goes on where it stopped.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -43,10 +44,14 @@ class BlockStore:
 
     @property
     def experts(self) -> ExpertSet:
-        """Which blocks are there now."""
+        """Which blocks are there now; raises UserError where the folder cannot be read."""
         found: dict[int, set[int]] = {}
-        for path in self.folder.iterdir():
-            match = NAME.fullmatch(path.name)
+        try:
+            names = os.listdir(self.folder)
+        except OSError as error:
+            raise UserError(f"cannot read {self.folder}: {error.strerror}") from error
+        for name in names:
+            match = NAME.fullmatch(name)
             if match and self.has(int(match[1]), int(match[2])):
                 found.setdefault(int(match[1]), set()).add(int(match[2]))
         return ExpertSet({layer: frozenset(experts) for layer, experts in found.items()})
@@ -56,10 +61,13 @@ class BlockStore:
 
         Raises:
             IntegrityError: it is not that expert's; nothing is written.
-            OSError: the disk is full, or the folder cannot be written.
+            UserError: the disk is full, or the folder cannot be written.
         """
         verify_block(self.manifest, layer, expert, block)
-        write_atomically(self._path(layer, expert), block)
+        try:
+            write_atomically(self._path(layer, expert), block)
+        except OSError as error:
+            raise UserError(f"cannot keep blocks in {self.folder}: {error.strerror}") from error
 
     def read_block(self, layer: int, expert: int) -> bytes:
         """Return one block's bytes, verified.
@@ -67,11 +75,15 @@ class BlockStore:
         Raises:
             ExpertUnavailable: the block is not there.
             IntegrityError: the file was damaged; it is deleted, so that it will be fetched again.
+            UserError: the file cannot be read.
         """
         path = self._path(layer, expert)
         if not self.has(layer, expert):
             raise ExpertUnavailable(layer, (expert,), "not in the block store")
-        block = path.read_bytes()
+        try:
+            block = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
         try:
             verify_block(self.manifest, layer, expert, block)
         except IntegrityError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from swarm.errors import IntegrityError, RemoteProtocolError
+from swarm.errors import IntegrityError, RemoteProtocolError, UserError
 from swarm.files import write_atomically
 from swarm.ids import ModelId
 from swarm.model.gguf_file import MAX_DIMS, MAX_TENSOR_NAME_BYTES, MAX_TENSORS, GgufFile, Progress, TensorInfo
@@ -42,6 +42,8 @@ MAX_COMMAS = 1_000_000
 HASH_BYTES = 32
 
 MODEL_ID_KEY = "swarm.model_id"
+MANIFEST_NAME = "manifest.json"
+"""What `swarm split` calls the manifest that it writes beside the other files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,17 +262,83 @@ def manifest_of(path: Path, cache_dir: Path, progress: Progress | None = None) -
         UserError: the file cannot be read or served.
     """
     with GgufFile(path) as file:
-        seen = f"{path.resolve()}\0{file.size_bytes}\0{file.mtime_ns}"
-        entry = cache_dir / "manifests" / hashlib.sha256(seen.encode(errors="surrogateescape")).hexdigest()
-        with contextlib.suppress(OSError, RemoteProtocolError):
-            if entry.stat().st_size <= MAX_MANIFEST_BYTES + HASH_BYTES:
-                data = entry.read_bytes()
-                if hashlib.sha256(data[HASH_BYTES:]).digest() == data[:HASH_BYTES]:
-                    return Manifest.from_bytes(data[HASH_BYTES:])
+        entry = _cache_entry(cache_dir / "manifests", file)
+        with contextlib.suppress(RemoteProtocolError):
+            if (kept := _read_entry(entry)) is not None:
+                return Manifest.from_bytes(kept)
         manifest = build_manifest(file, progress)
+    _write_entry(entry, manifest.to_bytes())
+    return manifest
+
+
+def manifest_beside(path: Path) -> Manifest:
+    """Return the manifest that `swarm split` wrote beside `path`; whether it belongs to it is for the caller to see.
+
+    Raises:
+        UserError: it is not there, or it is damaged.
+    """
+    beside = path.with_name(MANIFEST_NAME)
+    try:
+        if beside.stat().st_size > MAX_MANIFEST_BYTES:
+            raise UserError(f"{beside} is too large for a manifest: expected at most {MAX_MANIFEST_BYTES} bytes")
+        return Manifest.from_bytes(beside.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot read {beside}, which belongs to {path.name}: {error.strerror}") from error
+    except RemoteProtocolError as error:
+        raise UserError(f"{beside} is damaged: {error}") from error
+
+
+def verify_backbone(path: Path, manifest: Manifest, cache_dir: Path, progress: Progress | None = None) -> None:
+    """Raise IntegrityError unless `path` is the manifest's model without its routed experts, by `hash_backbone`.
+
+    A file that was seen before is not read again: its hash is kept in `cache_dir`, by absolute path, size and time of change.
+
+    Raises:
+        UserError: the file cannot be read, or changed meanwhile.
+    """
+    with GgufFile(path) as file:
+        entry = _cache_entry(cache_dir / "backbone_hashes", file)
+        found = _read_entry(entry)
+        if found is None:
+            total = sum(tensor.size_bytes for name, tensor in file.tensors.items() if not is_expert_tensor(name))
+            done = 0
+
+            def advance(n_bytes: int) -> None:
+                nonlocal done
+                done += n_bytes
+                if progress is not None:
+                    progress(done, total)
+
+            found = hash_backbone(file, advance)
+            file.require_unchanged()
+            _write_entry(entry, found)
+    if found != manifest.backbone_hash:
+        raise IntegrityError(
+            f"{path} is damaged, or of another model: got backbone hash {found.hex()}, "
+            f"expected {manifest.backbone_hash.hex()}; split the model again"
+        )
+
+
+def _cache_entry(folder: Path, file: GgufFile) -> Path:
+    """Return where to keep what is known of a file; another one once its path, size or time of change is another."""
+    seen = f"{file.path.resolve()}\0{file.size_bytes}\0{file.mtime_ns}"
+    return folder / hashlib.sha256(seen.encode(errors="surrogateescape")).hexdigest()
+
+
+def _read_entry(entry: Path) -> bytes | None:
+    """Return what `_write_entry` kept; None where it is not there, or damaged."""
+    try:
+        if entry.stat().st_size > MAX_MANIFEST_BYTES + HASH_BYTES:
+            return None
+        data = entry.read_bytes()
+    except OSError:
+        return None
+    return data[HASH_BYTES:] if hashlib.sha256(data[HASH_BYTES:]).digest() == data[:HASH_BYTES] else None
+
+
+def _write_entry(entry: Path, data: bytes) -> None:
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(entry, manifest.model_id.raw + manifest.to_bytes())
+        write_atomically(entry, hashlib.sha256(data).digest() + data)
     except OSError as error:  # the next start hashes the file again, nothing worse
-        logger.warning("cannot keep the manifest of %s in %s: %s", path, cache_dir, error)
-    return manifest
+        logger.warning("cannot keep what was hashed, so it will be hashed again: %s: %s", entry.parent, error.strerror)

@@ -86,5 +86,5 @@ class GgufSource:
         """
         position = self._positions.get(layer, {}).get(expert)
         if position is None:
-            raise ExpertUnavailable(layer, (expert,), f"{self._file.path} does not hold it")
+            raise ExpertUnavailable(layer, (expert,), "the file does not hold it")  # no path: strangers may read this
         return b"".join(self._file.read(name, position * size, size) for name, size in self._planes[layer])

@@ -40,7 +40,7 @@ import numpy.typing as npt
 from swarm.errors import LocalProtocolError, RemoteProtocolError
 from swarm.ids import MAX_INDEX, ModelId, NodeId
 from swarm.wire import messages as m
-from swarm.wire.rows import RowCodec, decode_rows, encode_rows
+from swarm.wire.rows import RowCodec, decode_rows, encode_rows, row_bytes
 
 HEADER = struct.Struct("<BI")
 IGNORABLE_FROM = 0x80
@@ -227,10 +227,15 @@ def _text(text: str) -> bytes:
 def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
     n_rows, n_embd = d.rows.shape
     head = _DISPATCH.pack(d.model_tag, d.layer, d.rows_codec, d.result_codec, n_embd, n_rows, len(d.expert_ids))
-    parts = [head, d.row_counts.astype("u1").tobytes(), d.expert_ids.astype("<u2").tobytes()]
+    parts = [head, d.row_counts.astype("u1", copy=False).tobytes()]
+    parts.append(d.expert_ids.astype("<u2", copy=False).tobytes())
     if d.weights is not None:
-        parts.append(d.weights.astype("<f4").tobytes())
-    parts.append(encode_rows(d.rows, d.rows_codec))
+        parts.append(d.weights.astype("<f4", copy=False).tobytes())
+    if d.encoded_rows is not None:
+        assert len(d.encoded_rows) == n_rows * row_bytes(n_embd, d.rows_codec), "encoded rows of another size"
+        parts.append(d.encoded_rows)
+    else:
+        parts.append(encode_rows(d.rows, d.rows_codec))
     return parts
 
 

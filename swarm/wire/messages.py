@@ -87,6 +87,8 @@ class Dispatch:
         expert_ids: [P] uint16, global ids, in row order; P = sum of row_counts.
         weights: [P] float32, or None with result_codec EXACT, whose weighting the backbone does.
         rows: [N, D] float32.
+        encoded_rows: what `encode_rows(rows, rows_codec)` gives, where the sender has it already: it encodes a token
+            once for all peers. None in what was received.
     """
 
     model_tag: bytes
@@ -97,6 +99,7 @@ class Dispatch:
     expert_ids: npt.NDArray[np.uint16]
     weights: npt.NDArray[np.float32] | None
     rows: npt.NDArray[np.float32]
+    encoded_rows: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

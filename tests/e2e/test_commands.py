@@ -210,3 +210,25 @@ async def test_a_users_mistake_is_one_line(tmp_path: Path, arguments: list[str],
     assert "Traceback" not in err
     assert expected in err
     assert out == ""
+
+
+async def test_what_split_writes_is_served_and_joined_with(tmp_path: Path, tiny_moe: Path) -> None:
+    from swarm.emulation.processes import LocalSwarm
+
+    folder = tmp_path / "split"
+    model = str(tiny_moe / "model-Q8_0.gguf")
+    code, out, err = await run(
+        "-m", "swarm", "split", model, "--out", str(folder), "--parts", "2", "--json", home=tmp_path
+    )
+    assert code == 0, err
+    slices = [file["path"] for file in json.loads(out)["files"] if file["kind"] == "slice"]
+    # One slice beside its manifest, one without: that peer gets the manifest from the backbone.
+    alone = tmp_path / "alone.gguf"
+    Path(slices[1]).rename(alone)
+    async with LocalSwarm(tmp_path) as processes:
+        backbone = await processes.start_backbone(folder / "backbone.gguf")
+        first = await processes.add_peer(range(16), "--model", slices[0])
+        await processes.add_peer(range(16, N_EXPERT), "--model", str(alone))
+        assert first.ready["model"] == backbone.ready["model"]
+        await wait_healthy(backbone.ready["url"])
+        assert not (first.home / "cache").exists(), "nothing was hashed or fetched"

@@ -21,7 +21,7 @@ from swarm.ids import ExpertSet
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
 from tests.peer.conftest import N_EMBD as D
-from tests.peer.conftest import SmallModel, dispatch
+from tests.peer.conftest import SmallModel, dispatch, wait_until
 
 SLICE = ExpertSet.of([0, 1], [1, 2, 3])
 
@@ -179,6 +179,113 @@ async def test_closing_finishes_what_is_under_way_and_drops_the_rest(line: Compu
     assert executor.layers[0] == 0
     assert not tasks[0].cancelled()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute")]
+
+
+# Merging
+
+
+async def held(line: Compute, executor: FakeExecutor, dispatches: list[m.Dispatch]) -> list[asyncio.Task[m.Result]]:
+    """Keep the thread busy with layer 9, put the dispatches in line behind it, and return their tasks."""
+    first = asyncio.create_task(line.run(dispatch(9)))
+    assert await asyncio.to_thread(executor.is_busy.wait, 5)
+    tasks = [asyncio.create_task(line.run(each)) for each in dispatches]
+    await wait_until(lambda: line.n_in_line == 1 + len(tasks))
+    return [first, *tasks]
+
+
+async def test_what_waits_for_one_layer_is_one_computation(line: Compute, executor: FakeExecutor) -> None:
+    tasks = await held(line, executor, [dispatch(layer) for layer in (0, 1, 0, 0, 1)])
+    executor.may_end.set()
+    results = await asyncio.gather(*tasks)
+    assert executor.layers == [9, 0, 1]
+    assert [len(result.rows) for result in results] == [2] * 6
+    stats = line.stats
+    assert (stats.n_dispatches, stats.n_computations, stats.n_rows) == (6, 3, 12)
+    assert stats.compute_s == pytest.approx(sum(results[i].compute_us for i in (0, 1, 2)) / 1e6, abs=2e-5)
+    assert line.n_in_line == 0
+
+
+async def test_merged_answers_are_those_of_each_by_itself(real_line: Compute, real_executor: ExpertExecutor) -> None:
+    """Bit for bit, since Q8_0 experts have no tiled kernels: as with exact kernels for all types."""
+    asked = [dispatch(0, experts=experts) for experts in ((1, 2, 3), (3, 1), (2, 2, 3))]
+    for number, each in enumerate(asked):
+        each.rows[:] = np.random.default_rng(number).standard_normal(each.rows.shape)
+    alone = [await real_line.run(each) for each in asked]
+    before, n_alone = real_executor.assignments().counts, real_line.stats.n_computations
+    together = await asyncio.gather(*(real_line.run(each) for each in asked))
+    assert real_line.stats.n_computations == n_alone + 1
+    for one, other in zip(alone, together, strict=True):
+        assert one.rows.tobytes() == other.rows.tobytes()
+    counted = (real_executor.assignments().counts - before)[0]
+    assert counted.tolist() == [0, 2, 3, 3, 0, 0]
+
+
+async def test_one_of_a_group_may_leave_before_and_during_its_computation(
+    line: Compute, executor: FakeExecutor
+) -> None:
+    tasks = await held(line, executor, [dispatch(0), dispatch(0), dispatch(0)])
+    tasks[1].cancel()
+    await asyncio.gather(tasks[1], return_exceptions=True)
+    executor.is_busy.clear()
+    executor.may_end.set()
+    results = await asyncio.gather(tasks[0], tasks[2], tasks[3])
+    assert executor.layers == [9, 0]
+    assert [result.rows.shape for result in results] == [(2, D)] * 3
+    assert line.stats.n_dispatches == 3
+
+
+async def test_a_bad_dispatch_fails_alone_and_the_rest_of_its_group_is_answered(
+    real_line: Compute, real_executor: ExpertExecutor
+) -> None:
+    before = real_executor.assignments().total
+    good, strange, broken = dispatch(), dispatch(experts=(1, 2, 4)), dispatch(weights=np.full(3, np.nan, np.float32))
+    outcomes = await asyncio.gather(
+        *(real_line.run(each) for each in (good, strange, broken, good)), return_exceptions=True
+    )
+    assert [type(outcome) for outcome in outcomes] == [m.Result, RemoteProtocolError, RemoteProtocolError, m.Result]
+    assert "experts 4" in str(outcomes[1])
+    assert real_executor.assignments().total == before + 6
+
+
+# The loop or the thread
+
+
+async def test_a_short_computation_runs_on_the_loop_and_a_long_or_unknown_one_does_not(
+    line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.may_end.set()
+    await line.run(dispatch())
+    assert executor.threads == {"compute"}, "how long it takes is not known yet"
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    await line.run(dispatch())
+    assert executor.threads == {"compute", "MainThread"}
+    assert line.stats.n_inline == 1
+    monkeypatch.setattr(compute, "INLINE_S", 0.0)
+    executor.threads.clear()
+    await line.run(dispatch())
+    assert executor.threads == {"compute"}
+
+
+async def test_where_others_wait_too_the_thread_computes_and_the_loop_stays_free(
+    line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.may_end.set()
+    await line.run(dispatch())
+    executor.threads.clear()
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    await asyncio.gather(line.run(dispatch(0)), line.run(dispatch(1)))
+    assert executor.threads == {"compute"}
+    assert line.stats.n_inline == 0
+
+
+async def test_the_loop_waits_for_no_computation_of_the_thread(
+    line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    tasks = await held(line, executor, [dispatch(0)])
+    executor.may_end.set()
+    await asyncio.gather(*tasks)
+    assert executor.threads == {"compute"}
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,8 +22,11 @@ from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet
 from swarm.model.block_store import BlockStore
+from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import manifest_of
+from swarm.model.slices import write_slice
 from swarm.net.addresses import parse_address
+from swarm.registry import announcer
 from swarm.registry.client import RegistryAddress
 from swarm.registry.records import ExpertAnnouncement, RecordKind, SignedRecord, Withdrawal, verify
 from swarm.wire import messages as m
@@ -164,6 +168,29 @@ async def test_a_peer_with_a_file_loads_its_slice_announces_it_and_leaves_with_a
     assert network.requests == [], "with a file nobody is asked for blocks"
 
 
+async def test_a_slice_may_hold_other_experts_in_each_layer(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    network.add(small, 1)
+    experts = ExpertSet({0: frozenset({0, 5}), 1: frozenset({2})})
+    async with joined(config(experts=experts)) as (ready, endpoint):
+        assert ready.experts == "experts 0,5 of layers 0; experts 2 of layers 1"
+        (record,) = FakeRegistry.published
+        assert record.experts == experts
+        assert isinstance(await endpoint.ask(tagged(small, layer=0, experts=(0, 5))), m.Result)
+        assert isinstance(await endpoint.ask(tagged(small, layer=1, experts=(2, 2))), m.Result)
+        with pytest.raises(RemoteProtocolError):
+            await endpoint.ask(tagged(small, layer=1, experts=(0, 5)))
+    assert sorted(network.blocks_asked()) == [(0, 0), (0, 5), (1, 2)]
+
+
+async def test_a_slice_of_layers_that_the_model_does_not_have_is_the_users_mistake(
+    small: SmallModel, config: Callable[..., PeerConfig]
+) -> None:
+    with pytest.raises(UserError, match="layer"):
+        await refused(config(model_file=small.path, experts=ExpertSet({0: frozenset({1}), 7: frozenset({1})})))
+
+
 async def test_without_a_file_the_registrys_only_model_is_fetched(
     small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
 ) -> None:
@@ -184,6 +211,92 @@ async def test_without_a_file_the_registrys_only_model_is_fetched(
     network.requests.clear()
     async with joined(config()):
         assert network.blocks_asked() == [], "the blocks are there already"
+
+
+async def test_a_slice_file_is_joined_with_and_its_blocks_are_verified(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, tmp_path: Path
+) -> None:
+    path = tmp_path / "experts-1-2.gguf"
+    with GgufFile(small.path) as file:
+        write_slice(file, small.manifest, ExpertSet.of([0, 1], [1, 2]), path)
+    (tmp_path / "manifest.json").write_bytes(small.manifest.to_bytes())
+    network.add(small, 1)
+    made = config(model_file=path, experts=None)
+    async with joined(made) as (ready, endpoint):
+        assert ready.experts == "experts 1-2 of layers 0-1"
+        assert ready.model == f"small@{small.manifest.model_id.short}"
+        assert isinstance(await endpoint.ask(tagged(small, experts=(1, 2))), m.Result)
+    assert network.requests == [], "nothing is fetched"
+    block = small.source.read_block(1, 2)
+    data = bytearray(path.read_bytes())
+    data[data.index(block[:64])] ^= 1
+    path.write_bytes(data)
+    FakeRegistry.published.clear()
+    with pytest.raises(IntegrityError, match="layer 1, expert 2 is damaged"):
+        await refused(made)
+    with pytest.raises(UserError, match="the slice file does not hold experts 3 of layers 0-1"):
+        await refused(config(model_file=path, experts=frozenset({2, 3})))
+    assert FakeRegistry.published == []
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+async def test_without_a_registry_nothing_is_hashed_or_loaded(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch, from_file: bool
+) -> None:
+    async def away(_: FakeRegistry) -> str:
+        raise NetworkError("no registry answers at 127.0.0.1:7440: no answer within 5 s")
+
+    monkeypatch.setattr(FakeRegistry, "observed_address", away)
+    monkeypatch.setattr(daemon, "open_model_file", lambda *_: pytest.fail("opened first"))
+    monkeypatch.setattr(daemon, "choose_model", lambda *_: pytest.fail("chosen first"))
+    with pytest.raises(NetworkError, match=r"^no registry answers at 127\.0\.0\.1:7440: .*; nothing was loaded"):
+        await refused(config(model_file=small.path if from_file else None))
+
+
+async def test_a_registry_that_goes_away_while_the_slice_is_loaded_is_asked_again(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "RETRY_S", 0.0)
+    n_asked = 0
+
+    async def comes_back(_: FakeRegistry) -> str:
+        nonlocal n_asked
+        n_asked += 1
+        if 2 <= n_asked <= 4:
+            raise NetworkError("no registry answers")
+        return OUR_ADDRESS
+
+    monkeypatch.setattr(FakeRegistry, "observed_address", comes_back)
+    async with joined(config(model_file=small.path)) as (ready, _):
+        assert ready.address == OUR_ADDRESS
+    assert n_asked > 5
+
+
+async def test_a_peer_cancelled_while_it_loads_stops_loading_and_frees_its_slice(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    closed: list[ExpertFfn] = []
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    close = ExpertFfn.close
+    monkeypatch.setattr(ExpertFfn, "close", lambda ffn: (closed.append(ffn), close(ffn))[1])
+
+    class Slow(Progress):
+        def loading(self, n_done: int, n_total: int) -> None:
+            seen.append(n_done)
+            has_begun.set()
+            assert may_go_on.wait(5)
+
+    task = asyncio.create_task(PeerDaemon(config(model_file=small.path), IDENTITY, Slow()).run(lambda _: None))
+    assert await asyncio.to_thread(has_begun.wait, 5)
+    task.cancel()
+    await asyncio.sleep(0)
+    may_go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert seen == [1]
+    assert len(closed) == 1
+    assert not FakeEndpoint.last.is_open
 
 
 async def test_the_advertised_address_replaces_the_observed_one(
@@ -309,7 +422,7 @@ async def test_a_planted_fault_changes_one_byte_after_the_check(
     monkeypatch.setattr(ExpertFfn, "flip_byte", lambda _self, *where: flipped.append(where))
     async with joined(config(model_file=small.path, fault=(0, 2))):
         pass
-    assert flipped == [(0, 2, small.manifest.spec.block_size_bytes(0) // 2)]
+    assert flipped == [(0, 2, small.manifest.spec.expert_tensors(0)[0].expert_size_bytes // 2)]
     with pytest.raises(UserError, match="layer 0, expert 5 is not in this slice"):
         await refused(config(model_file=small.path, fault=(0, 5)))
 

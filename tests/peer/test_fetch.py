@@ -15,6 +15,7 @@ from peer import fetch
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
 from swarm.errors import ConnectionLost, IntegrityError, NetworkError, Overloaded, RemoteProtocolError, UserError
 from swarm.ids import ExpertSet, ModelId
+from swarm.model import block_store
 from swarm.model.block_store import BlockStore
 from swarm.wire import messages as m
 from tests.peer.conftest import Answer, FakeNetwork, SmallModel, node, offer, wait_until
@@ -63,12 +64,22 @@ def test_a_name_that_two_models_have_does_not_choose_between_them() -> None:
 def test_an_offer_without_blocks_is_no_source() -> None:
     bare = offer(B, 2, offers_blocks=False)
     assert choose_model([bare, offer(A, 1)], None) == (A, [offer(A, 1)])
-    with pytest.raises(UserError, match="offers no model yet"):
-        choose_model([bare], None)
+    for wanted in (None, "small", B.short):
+        with pytest.raises(
+            UserError,
+            match=f"^model small@{B.short} is served, but no backbone offers its experts; give --model FILE$",
+        ):
+            choose_model([bare, bare], wanted)
+    with pytest.raises(UserError, match=f"^models one@{A.short}, small@{B.short} are served, but"):
+        choose_model([bare, offer(A, 1, model_name="one", offers_blocks=False)], None)
+    with pytest.raises(UserError, match="no model 'other'"):
+        choose_model([bare], "other")
 
 
 def test_no_model_at_all_says_what_to_do() -> None:
-    with pytest.raises(UserError, match="swarm serve"):
+    with pytest.raises(
+        UserError, match=r"^the registry offers no model yet; start a backbone with swarm serve, or give"
+    ):
         choose_model([], None)
 
 
@@ -338,7 +349,7 @@ async def test_a_disk_that_takes_no_block_is_said(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "add", full)
+    monkeypatch.setattr(block_store, "write_atomically", full)
     network.add(small, 1)
     with pytest.raises(UserError, match=r"cannot keep blocks in .*: No space left on device"):
         await fetcher(network, store).fetch(WANTED)

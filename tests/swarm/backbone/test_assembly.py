@@ -1,9 +1,8 @@
-"""A backbone's files, and its parts put together without a socket."""
+"""A backbone's parts put together without a socket."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -11,16 +10,14 @@ from typing import Any, Self
 import pytest
 
 from swarm.backbone import assembly
-from swarm.backbone.assembly import MANIFEST_NAME, BackboneConfig, open_backbone, prepare_model
-from swarm.backbone.engine import EngineConfig
+from swarm.backbone.assembly import BackboneConfig, open_backbone
+from swarm.backbone.engine import Engine, EngineConfig
+from swarm.backbone.prepared import PreparedModel, prepare_model
 from swarm.backbone.requests import GenerationRequest
 from swarm.errors import EngineError, ExpertUnavailable, UserError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import ExpertSet
-from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest
-from swarm.model.slices import write_slice
 from swarm.net.addresses import parse_address
 from swarm.registry.client import RegistryAddress
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord, Withdrawal, verify
@@ -33,82 +30,6 @@ IDENTITY = Identity.from_seed(bytes(range(32)))
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
     return Folders(tmp_path / "config", tmp_path / "state", tmp_path / "cache")
-
-
-def lay_out(model: SplitModel, folder: Path, manifest: bytes | None = None) -> Path:
-    """Put a backbone file and its manifest side by side, as `swarm split` does; return the file's path."""
-    folder.mkdir()
-    shutil.copy(model.backbone, folder / "backbone.gguf")
-    (folder / MANIFEST_NAME).write_bytes(model.manifest.to_bytes() if manifest is None else manifest)
-    return folder / "backbone.gguf"
-
-
-# Files
-
-
-async def test_a_whole_file_is_cut_once_and_offers_its_blocks(tiny: SplitModel, folders: Folders) -> None:
-    prepared = prepare_model(tiny.file, folders)
-    assert prepared.manifest == tiny.manifest
-    assert prepared.backbone_path.read_bytes() == tiny.backbone.read_bytes()
-    assert prepared.backbone_path.name == f"{tiny.manifest.model_id}.gguf"
-    assert (prepared.name, prepared.size_bytes) == ("model-Q8_0", tiny.file.stat().st_size)
-    assert prepared.offers_blocks
-    block = m.GetBlock(model_id=tiny.manifest.model_id, layer=1, expert=2)
-    assert isinstance(await prepared.share.answer(block), m.BlockBytes)
-    before = prepared.backbone_path.stat().st_mtime_ns
-    seen: list[int] = []
-    again = prepare_model(tiny.file, folders, lambda done, _total: seen.append(done))
-    assert again.backbone_path.stat().st_mtime_ns == before
-    assert not seen, "the manifest comes from the cache"
-
-
-async def test_a_backbone_file_with_its_manifest_offers_the_manifest_alone(
-    tiny: SplitModel, folders: Folders, tmp_path: Path
-) -> None:
-    path = lay_out(tiny, tmp_path / "split")
-    prepared = prepare_model(path, folders)
-    assert prepared.manifest == tiny.manifest
-    assert prepared.backbone_path == path
-    assert not prepared.offers_blocks
-    with pytest.raises(LookupError):
-        await prepared.share.answer(m.GetBlock(model_id=tiny.manifest.model_id, layer=1, expert=2))
-
-
-def test_a_slice_cannot_be_served(tiny: SplitModel, folders: Folders, tmp_path: Path) -> None:
-    path = tmp_path / "slice.gguf"
-    with GgufFile(tiny.file) as file:
-        write_slice(file, tiny.manifest, ExpertSet.of([0], [1, 2]), path)
-    with pytest.raises(UserError, match="is an expert slice"):
-        prepare_model(path, folders)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda data: data[:-1], "is damaged"),
-        (lambda data: b"", "is damaged"),
-        (lambda data: b"[" * 100_000, "is damaged"),
-        (lambda data: data + bytes(16_000_000), "too large for a manifest"),
-        (lambda data: data.replace(b'"n_expert_shared":1', b'"n_expert_shared":2'), "does not belong to"),
-    ],
-)
-def test_a_manifest_that_is_not_the_backbones_is_refused(
-    tiny: SplitModel, folders: Folders, tmp_path: Path, damage: Callable[[bytes], bytes], message: str
-) -> None:
-    data = damage(tiny.manifest.to_bytes())
-    assert data != tiny.manifest.to_bytes()
-    with pytest.raises(UserError, match=message):
-        prepare_model(lay_out(tiny, tmp_path / "split", data), folders)
-
-
-def test_a_backbone_file_needs_its_manifest(tiny: SplitModel, folders: Folders, tmp_path: Path) -> None:
-    path = lay_out(tiny, tmp_path / "split")
-    (tmp_path / "split" / MANIFEST_NAME).unlink()
-    with pytest.raises(UserError, match=r"cannot read .*manifest\.json, which belongs to backbone\.gguf"):
-        prepare_model(path, folders)
-
-
-# All parts together
 
 
 class FakeEndpoint:
@@ -200,13 +121,74 @@ async def test_an_error_inside_comes_out_as_it_is(config: BackboneConfig, error:
     assert caught.value is error
 
 
-async def test_an_engine_that_does_not_start_is_its_own_error(config: BackboneConfig, tiny: SplitModel) -> None:
-    cut = config.folders.cache / "backbones" / f"{tiny.manifest.model_id}.gguf"
-    cut.parent.mkdir(parents=True)
-    cut.write_bytes(b"GGUF")
-    with pytest.raises(EngineError, match=str(tiny.manifest.model_id)):
+async def test_an_engine_that_does_not_start_is_its_own_error(
+    config: BackboneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(_: Engine) -> None:
+        raise EngineError("no memory left")
+
+    monkeypatch.setattr(Engine, "start", fail)
+    with pytest.raises(EngineError, match="no memory left"):
         async with open_backbone(config, IDENTITY):
             pytest.fail("it must not open")
+
+
+async def test_a_model_that_was_prepared_is_not_prepared_again_and_stays_its_owners(
+    config: BackboneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared = prepare_model(config.model_file, config.folders)
+    monkeypatch.setattr(assembly, "prepare_model", lambda *_: pytest.fail("prepared again"))
+    with prepared:
+        async with open_backbone(config, IDENTITY, prepared=prepared) as running:
+            assert running.manifest is prepared.manifest
+        assert prepared.file is not None
+        name = next(iter(prepared.file.tensors))
+        assert prepared.file.read(name, 0, 1)
+    with pytest.raises(ValueError, match="closed file"):
+        prepared.file.read(name, 0, 1)
+
+
+async def test_what_a_backbone_prepared_itself_is_closed_at_its_end(
+    config: BackboneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PreparedModel] = []
+
+    def prepare(*arguments: Any) -> PreparedModel:
+        made.append(prepare_model(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(assembly, "prepare_model", prepare)
+    async with open_backbone(config, IDENTITY):
+        (prepared,) = made
+        assert prepared.file is not None
+        assert prepared.file.read(next(iter(prepared.file.tensors)), 0, 1)
+    with pytest.raises(ValueError, match="closed file"):
+        prepared.file.read(next(iter(prepared.file.tensors)), 0, 1)
+
+
+async def test_a_cancelled_start_does_not_hash_on(config: BackboneConfig) -> None:
+    """Cancelled from the first piece hashed: far fewer pieces follow than the file has."""
+    hashed: list[int] = []
+    loop = asyncio.get_running_loop()
+
+    async def start() -> None:
+        async with open_backbone(config, IDENTITY, progress):
+            pytest.fail("it must not open")
+
+    def progress(n_done: int, n_total: int) -> None:
+        hashed.append(n_done)
+        if len(hashed) == 1:
+            asyncio.run_coroutine_threadsafe(cancel(), loop).result()
+        assert n_done < n_total, "hashed to the end"
+
+    async def cancel() -> None:
+        task.cancel()
+        await asyncio.sleep(0)  # now the task has seen it
+
+    task = asyncio.create_task(start())
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(task, 5)
+    assert len(hashed) == 1
 
 
 async def test_a_cancelled_backbone_stays_cancelled(config: BackboneConfig) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import threading
+from pathlib import Path
 
 import pytest
 
 from swarm.backbone import share
 from swarm.backbone.share import SERVES, ModelShare
-from swarm.errors import ExpertUnavailable, RemoteProtocolError
+from swarm.errors import ExpertUnavailable, IntegrityError, RemoteProtocolError, SwarmError, UserError
 from swarm.ids import ExpertSet, ModelId
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest
@@ -40,8 +42,47 @@ async def test_the_manifest_and_every_block_are_what_the_model_id_says(tiny: Spl
 async def test_a_block_that_the_model_does_not_have_is_not_found(tiny: SplitModel, layer: int, expert: int) -> None:
     with GgufFile(tiny.file) as file:
         offered = ModelShare(tiny.manifest, GgufSource(file))
-        with pytest.raises(LookupError, match=f"layer {layer}, experts {expert}"):
+        with pytest.raises(LookupError, match=f"does not have layer {layer}, expert {expert}$"):
             await offered.answer(block_request(tiny.manifest, layer, expert))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UserError("/home/ann/models/secret.gguf changed while it was read"),
+        IntegrityError("/home/ann/x"),
+        OSError(5, "Input/output error", "/home/ann/models/secret.gguf"),
+        ExpertUnavailable(0, (1,), "/home/ann/models/secret.gguf does not hold it"),
+    ],
+)
+async def test_a_stranger_is_told_no_path_of_this_machine_but_the_log_is(
+    tiny: SplitModel, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        experts = tiny.spec.all_experts
+
+        def read_block(self, layer: int, expert: int) -> bytes:
+            raise error
+
+    offered = ModelShare(tiny.manifest, Broken())
+    for _ in range(3):
+        with pytest.raises((LookupError, SwarmError), match="layer 0, expert 1") as caught:
+            await offered.answer(block_request(tiny.manifest, 0, 1))
+        assert "/home" not in str(caught.value)
+    if not isinstance(error, ExpertUnavailable):
+        (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert "/home/ann" in line, "said once, to who can mend it"
+
+
+async def test_a_real_file_that_became_shorter_is_no_path_on_the_wire(tiny: SplitModel, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny.file.read_bytes())
+    with GgufFile(path) as file:
+        offered = ModelShare(tiny.manifest, GgufSource(file))
+        path.write_bytes(b"")
+        with pytest.raises(SwarmError) as caught:
+            await offered.answer(block_request(tiny.manifest, 5, 31))
+    assert str(tmp_path) not in str(caught.value)
 
 
 async def test_another_model_is_not_found(tiny: SplitModel) -> None:

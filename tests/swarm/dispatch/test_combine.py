@@ -145,6 +145,37 @@ def test_a_batch_of_another_layers_shape_is_our_mistake() -> None:
         combine_partial(T, K - 1, D, partial)
 
 
+def one_token(*batches: tuple[list[int], list[int]]) -> Parts:
+    """Return parts of token 0, each (slots, rows)."""
+    return [
+        (
+            Batch(
+                destination=NODES[number],
+                rows=np.array(rows),
+                row_counts=np.array([len(slots) - len(rows) + 1, *[1] * (len(rows) - 1)], np.uint8),
+                expert_ids=np.array(slots, np.uint16),
+                slots=np.array(slots, np.uint8),
+                weights=np.ones(len(slots), np.float32),
+            ),
+            np.full((len(rows), D), number + 1, np.float32),
+        )
+        for number, (slots, rows) in enumerate(batches)
+    ]
+
+
+def test_a_single_token_is_covered_by_every_slot_once() -> None:
+    assert (combine_partial(1, K, D, one_token(([0, 2], [0]), ([1, 3], [0]))) == 3).all()
+    for wrong, match in (
+        ([([0, 2], [0]), ([1], [0])], "missing"),
+        ([([0, 2], [0]), ([1, 2, 3], [0])], "twice"),
+        ([([0, 2], [0]), ([1, 3], [1])], "outside"),
+        ([([0, 2], [0]), ([1, 4], [0])], "outside"),
+        ([([0, 2], [0, 1]), ([1, 3], [0])], "outside"),
+    ):
+        with pytest.raises(LocalProtocolError, match=match):
+            combine_partial(1, K, D, one_token(*wrong))
+
+
 def test_rows_of_a_wrong_shape_or_type_are_our_mistake() -> None:
     batches, raw, weights = layer()
     exact, partial = exact_parts(batches, raw), partial_parts(batches, raw)

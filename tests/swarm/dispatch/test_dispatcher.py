@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from swarm.dispatch.dispatcher import BATCH_TIMEOUT_S, Dispatcher
+from swarm.dispatch.chunks import CHUNK_BYTES
+from swarm.dispatch.dispatcher import BATCH_TIMEOUT_S, Dispatcher, LayerSpan
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.placement import Placement
 from swarm.errors import (
@@ -32,7 +33,7 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord
 from swarm.wire import messages as m
-from swarm.wire.rows import RowCodec, Wire, WireForm
+from swarm.wire.rows import RowCodec, Wire, WireForm, encode_rows
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
 from tests.virtual_time import now
@@ -322,6 +323,96 @@ def test_layers_of_several_requests_may_be_under_way_at_once() -> None:
             for each, out in zip(inputs, outs, strict=True):
                 assert out.tobytes() == in_llama_order(1, *each).tobytes()
             assert [kind for kind, _ in it.network.log] == ["request"] * 15 + ["answer"] * 15
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("wire", [EXACT, F32, Wire(WireForm.Q8, WireForm.F16)], ids=str)
+def test_rows_are_encoded_once_and_each_peer_gets_the_bytes_of_its_own(wire: Wire) -> None:
+    async def main() -> None:
+        async with star(wire) as it:
+            for n_tokens in (1, 20):
+                await it.dispatcher.dispatch(1, *choice(n_tokens))
+            assert len(it.seen) > 3
+            for _, request in it.seen:
+                assert request.encoded_rows == encode_rows(request.rows, request.rows_codec)
+
+    virtual_time.run(main())
+
+
+# Chunks
+
+
+def chunked(it: Star) -> None:
+    it.dispatcher.chunk_bytes = 4 * D  # a row of f32
+
+
+@pytest.mark.parametrize("wire", [EXACT, F32], ids=str)
+def test_cutting_into_chunks_changes_no_bit(wire: Wire) -> None:
+    async def main() -> None:
+        async with star(wire) as it:
+            whole = await it.dispatcher.dispatch(2, *choice(37))
+            n_whole = it.network.count("request")
+            counted = it.dispatcher.stats.bytes_out, it.dispatcher.stats.n_assignments
+            chunked(it)
+            cut = await it.dispatcher.dispatch(2, *choice(37))
+            assert n_whole == 3
+            assert it.network.count("request") > 3 + 2 * n_whole
+            assert cut.tobytes() == whole.tobytes()
+            stats = it.dispatcher.stats
+            assert (stats.bytes_out, stats.n_assignments) == (2 * counted[0], 2 * counted[1])
+            assert stats.n_round_trips == 2, "chunks share their round trip"
+
+    virtual_time.run(main())
+
+
+def test_the_span_tells_destinations_from_batches() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            spans: list[LayerSpan] = []
+            it.dispatcher.on_layer = spans.append
+            await it.dispatcher.dispatch(2, *choice(37))
+            chunked(it)
+            await it.dispatcher.dispatch(2, *choice(37))
+            assert [span.n_destinations for span in spans] == [3, 3]
+            assert spans[0].n_batches == 3
+            assert spans[1].n_batches == it.network.count("request") - 3 > 6
+
+    virtual_time.run(main())
+
+
+def test_by_default_a_batch_below_the_measured_size_is_never_cut() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            n_rows = 3 * CHUNK_BYTES // (4 * D)
+            await it.dispatcher.dispatch(2, *choice(n_rows - 1))
+            assert it.network.count("request") == 3
+            it.dispatcher.chunk_bytes = 0
+            await it.dispatcher.dispatch(2, *choice(4 * n_rows))
+            assert it.network.count("request") == 6, "0 never cuts"
+
+    virtual_time.run(main())
+
+
+def test_a_chunk_that_fails_ends_the_layer_and_cancels_the_others() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            chunked(it)
+            it.peers[A].latency_s = it.peers[C].latency_s = 5.0
+
+            def second_fails(request: m.Dispatch) -> m.Response:
+                if sum(node == B for node, _ in it.seen) == 2:
+                    raise EngineError("ggml failed")
+                return compute(request)
+
+            it.answer_of[B] = second_fails
+            error = await fails(it)
+            assert set(error.experts) <= set(wanted(B))
+            assert isinstance(error.__cause__, RemoteRefused)
+            assert it.n_outstanding == 0
+            assert it.network.count("cancel", A) > 1
+            assert it.placement.destinations == (A, C)
+            assert it.dispatcher.stats.n_round_trips == 0
 
     virtual_time.run(main())
 

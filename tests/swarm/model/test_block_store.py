@@ -84,3 +84,35 @@ def test_a_folder_that_cannot_be_made_is_a_users_mistake(model: tuple[GgufSource
     (tmp_path / "blocks").write_text("in the way")
     with pytest.raises(UserError, match="cannot make the folder"):
         BlockStore(tmp_path, model[1])
+
+
+def test_a_disk_that_fails_is_the_users_to_mend_and_named(
+    model: tuple[GgufSource, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, manifest = model
+    store = BlockStore(tmp_path, manifest)
+    block = source.read_block(1, 2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("swarm.files.os.fsync", full)
+        with pytest.raises(UserError, match=r"cannot keep blocks in .*: No space left on device"):
+            store.add(1, 2, block)
+    assert not store.has(1, 2)
+    store.add(1, 2, block)
+
+    def broken(_: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    with pytest.raises(UserError, match=r"cannot read .*blk\.1\.2: Input/output error"):
+        store.read_block(1, 2)
+
+
+def test_a_folder_that_vanished_is_said(model: tuple[GgufSource, Manifest], tmp_path: Path) -> None:
+    store = BlockStore(tmp_path, model[1])
+    store.folder.rmdir()
+    with pytest.raises(UserError, match=r"cannot read .*: No such file"):
+        _ = store.experts

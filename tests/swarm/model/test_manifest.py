@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 from swarm.errors import IntegrityError, RemoteProtocolError, UserError
 from swarm.model import manifest as manifest_module
 from swarm.model.gguf_file import GgufFile, TensorInfo
-from swarm.model.manifest import MAX_MANIFEST_BYTES, Manifest, build_manifest, hash_backbone, manifest_of, verify_block
+from swarm.model.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    build_manifest,
+    hash_backbone,
+    manifest_of,
+    verify_backbone,
+    verify_block,
+)
 from swarm.model.slices import write_backbone
 from swarm.model.spec import ExpertTensor, ModelSpec
 from tests.synthetic_moe import write_synthetic_moe
@@ -192,6 +200,42 @@ def test_a_cache_that_cannot_be_written_costs_only_time(small: Path, tmp_path: P
 def test_a_missing_model_is_a_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot open"):
         manifest_of(tmp_path / "absent.gguf", tmp_path)
+
+
+# -- a backbone against its manifest
+
+
+def test_a_backbone_is_hashed_once_and_progress_reaches_its_end(small: Path, tmp_path: Path) -> None:
+    manifest, path = built(small), tmp_path / "backbone.gguf"
+    with GgufFile(small) as file:
+        write_backbone(file, manifest, path)
+    seen: list[tuple[int, int]] = []
+    verify_backbone(path, manifest, tmp_path / "cache", lambda *given: seen.append(given))
+    assert seen[-1][0] == seen[-1][1] > 0
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    seen.clear()
+    verify_backbone(path, manifest, tmp_path / "cache", lambda *given: seen.append(given))
+    assert seen == []
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_a_damaged_memory_of_a_backbone_condemns_nothing(damage: str, small: Path, tmp_path: Path) -> None:
+    manifest, path = built(small), tmp_path / "backbone.gguf"
+    with GgufFile(small) as file:
+        write_backbone(file, manifest, path)
+    verify_backbone(path, manifest, tmp_path / "cache")
+    [entry] = (tmp_path / "cache" / "backbone_hashes").iterdir()
+    good = entry.read_bytes()
+    entry.write_bytes(good[:-1] if damage == "cut" else good[:-1] + bytes([good[-1] ^ 1]))
+    verify_backbone(path, manifest, tmp_path / "cache")
+    assert entry.read_bytes() == good
+
+
+def test_a_whole_file_is_its_own_backbone_and_another_models_is_not(small: Path, tmp_path: Path) -> None:
+    verify_backbone(small, built(small), tmp_path)
+    other = write_small(tmp_path / "other.gguf", seed=1)
+    with pytest.raises(IntegrityError, match=f"expected {built(small).backbone_hash.hex()}"):
+        verify_backbone(other, built(small), tmp_path)
 
 
 # -- manifests from strangers

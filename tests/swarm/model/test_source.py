@@ -56,6 +56,7 @@ def test_a_block_it_has_not_is_unavailable_by_name(source: BlockSource) -> None:
             with pytest.raises(ExpertUnavailable) as caught:
                 source.read_block(layer, expert)
             assert (caught.value.layer, caught.value.experts) == (layer, (expert,))
+            assert "/" not in str(caught.value), "strangers may read it: no path"
 
 
 def test_what_files_say_they_hold(model: tuple[Path, Manifest]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import struct
 import tracemalloc
@@ -381,6 +382,15 @@ def test_a_count_in_a_small_body_takes_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
+
+
+def test_rows_that_are_encoded_already_give_the_same_frame() -> None:
+    message = f32_dispatch()
+    encoded = encode_rows(message.rows, message.rows_codec)
+    assert encode(dataclasses.replace(message, encoded_rows=encoded)) == encode(message)
+    assert decode_frame(encode(message)).encoded_rows is None  # type: ignore[union-attr]
+    with pytest.raises(AssertionError, match="another size"):
+        encode(dataclasses.replace(message, encoded_rows=encoded[:-1]))
 
 
 def test_sending_a_body_above_its_limit_is_our_own_mistake() -> None:

@@ -1,0 +1,103 @@
+"""The peer's line as a pure value: order, what is merged, and what never is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peer import batching
+from peer.batching import Line, merge
+from swarm.wire import messages as m
+from swarm.wire.rows import RowCodec
+from tests.peer.conftest import dispatch
+
+
+@dataclass(eq=False)
+class Waiting:
+    dispatch: m.Dispatch
+
+
+def line_of(*dispatches: m.Dispatch) -> tuple[Line[Waiting], list[Waiting]]:
+    line: Line[Waiting] = Line()
+    entries = [Waiting(each) for each in dispatches]
+    for entry in entries:
+        line.add(entry)
+    return line, entries
+
+
+def taken(line: Line[Waiting], entries: list[Waiting]) -> list[list[int]]:
+    groups = []
+    while line:
+        groups.append([entries.index(entry) for entry in line.take()])
+    return groups
+
+
+def exact(layer: int = 0) -> m.Dispatch:
+    return dispatch(layer, result_codec=RowCodec.EXACT, weights=None)
+
+
+def test_dispatches_of_one_layer_that_wait_are_one_group_and_others_keep_their_order() -> None:
+    assert taken(*line_of(*(dispatch(layer) for layer in (0, 1, 0, 2, 1, 0)))) == [[0, 2, 5], [1, 4], [3]]
+
+
+def test_the_oldest_is_always_of_the_next_group_so_no_layer_starves() -> None:
+    line, entries = line_of(dispatch(0), dispatch(1))
+    for _ in range(20):  # layer 0 is asked for again and again
+        group = line.take()
+        assert group[0] is entries[0]
+        entries = entries[1:] if len(group) == 1 else [each for each in entries if each not in group]
+        entries.append(Waiting(dispatch(0)))
+        line.add(entries[-1])
+    assert all(entry.dispatch.layer == 0 for entry in entries), "layer 1 was taken long ago"
+
+
+def test_raw_rows_are_never_merged() -> None:
+    assert taken(*line_of(exact(), exact(), dispatch(), exact(), dispatch())) == [[0], [1], [2, 4], [3]]
+
+
+def test_a_group_is_bounded_and_what_is_too_much_waits_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "MAX_MERGED_PAIRS", 7)
+    three, two = dispatch(experts=(1, 2, 3)), dispatch(experts=(1, 2))
+    assert taken(*line_of(three, three, three, two)) == [[0, 1], [2, 3]]
+    assert taken(*line_of(three, two, three, two)) == [[0, 1, 3], [2]]
+    long = dispatch(experts=(1, 2, 3, 1, 2, 3, 1, 2))
+    assert taken(*line_of(long, two, long, two)) == [[0], [1, 3], [2]], "a long one is computed, by itself"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"row_counts": np.array([1, 1], np.uint8)},
+        {"row_counts": np.array([3], np.uint8)},
+        {"weights": np.full(2, 0.5, np.float32)},
+        {"rows": np.zeros((2, 63), np.float32)},
+        {"rows": np.zeros((3, 64), np.float32)},
+    ],
+    ids=["counts too few", "counts short", "weights short", "narrow", "a row too many"],
+)
+def test_a_dispatch_that_is_not_whole_is_never_merged(fields: dict[str, Any]) -> None:
+    bad = dispatch(**fields)
+    assert taken(*line_of(dispatch(), bad, dispatch())) == [[0, 2], [1]]
+    assert taken(*line_of(bad, dispatch(), dispatch())) == [[0], [1, 2]]
+
+
+def test_who_leaves_is_not_taken_and_leaving_twice_does_nothing() -> None:
+    line, entries = line_of(dispatch(0), dispatch(0), dispatch(1))
+    line.discard(entries[0])
+    line.discard(entries[0])
+    assert len(line) == 2
+    assert taken(line, entries) == [[1], [2]]
+
+
+def test_merged_rows_and_pairs_follow_each_other_and_split_again() -> None:
+    first, second = dispatch(0, experts=(1, 2, 3)), dispatch(7, experts=(3, 1))
+    merged = merge([first, second])
+    assert merged.rows.tobytes() == first.rows.tobytes() + second.rows.tobytes()
+    assert merged.row_counts.tolist() == [2, 1, 1, 1]
+    assert merged.expert_ids.tolist() == [1, 2, 3, 3, 1]
+    assert merged.weights.dtype == np.float32
+    parts = merged.split(merged.rows)
+    assert [part.tobytes() for part in parts] == [first.rows.tobytes(), second.rows.tobytes()]
