@@ -21,9 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from peer.batching import Line, merge
-from swarm.errors import Overloaded, SwarmError
+from swarm.errors import Overloaded, RemoteProtocolError, SwarmError
 from swarm.experts.executor import ExpertExecutor
 from swarm.wire import messages as m
+from swarm.wire.frames import LIMITS, RESULT_HEAD_BYTES, FrameType
+from swarm.wire.rows import RowCodec, row_bytes
 
 MAX_LINE = 128  # dispatches waiting or under way; guessed: two per layer of a deep model. More are refused as busy
 # The longest computation that the loop takes itself, by the time per pair so far. Pings and arriving packets wait as long:
@@ -104,6 +106,7 @@ class Compute:
             Overloaded: the line is full.
             EngineError: ggml failed.
         """
+        _check_answer_fits(dispatch)
         if self._n_in_line >= MAX_LINE:
             raise Overloaded(f"{self._n_in_line} dispatches wait at this peer", retry_after_s=0.2)
         self._loop = asyncio.get_running_loop()
@@ -225,3 +228,13 @@ class Compute:
 
 def _n_pairs(group: Sequence[_Entry]) -> int:
     return sum(len(entry.dispatch.expert_ids) for entry in group)
+
+
+def _check_answer_fits(dispatch: m.Dispatch) -> None:
+    """Raise RemoteProtocolError if the answer would not fit a frame: nobody may make us compute it in vain."""
+    is_exact = dispatch.result_codec is RowCodec.EXACT
+    n_rows = len(dispatch.expert_ids) if is_exact else len(dispatch.row_counts)
+    size = RESULT_HEAD_BYTES + n_rows * row_bytes(dispatch.rows.shape[1], dispatch.result_codec)
+    if size > LIMITS[FrameType.RESULT]:
+        limit = LIMITS[FrameType.RESULT]
+        raise RemoteProtocolError(f"a dispatch whose answer is too large: {size} bytes, expected at most {limit}")

@@ -15,7 +15,7 @@ from peer.compute import Compute
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
 from peer.model_file import choose_experts, open_model_file
 from swarm import __version__
-from swarm.errors import NetworkError, RemoteProtocolError, SwarmError, UserError
+from swarm.errors import ExpertsNotHeld, NetworkError, RemoteProtocolError, SwarmError, UserError
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
@@ -225,7 +225,10 @@ class PeerDaemon:
             raise RemoteProtocolError(f"not for a peer: got {type(request).__name__}")
         if request.model_tag != self._manifest.model_id.raw[: m.MODEL_TAG_BYTES]:
             raise LookupError(f"this peer serves model {self._manifest.model_id.short}")
-        return await self._compute.run(request)
+        try:
+            return await self._compute.run(request)
+        except ExpertsNotHeld as error:  # this peer may have come back with another slice: not worth its connection
+            raise LookupError(str(error)) from error
 
     def status(self) -> dict[str, object]:
         """Return this peer's state; counts since its start, seconds."""

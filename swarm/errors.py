@@ -7,7 +7,8 @@
     ├── LocalProtocolError        ours: a message that we must not send now
     ├── RemoteProtocolError       theirs: bytes or behaviour outside the protocol
     │   ├── VersionRefused        no wire version in common
-    │   └── IdentityMismatch      the node at that address is not the one that was expected
+    │   ├── IdentityMismatch      the node at that address is not the one that was expected
+    │   └── ExpertsNotHeld        a dispatch for experts that this peer does not hold (now): a view that is out of date
     ├── RemoteRefused             theirs, and legal: the other side answered with an error frame
     ├── NetworkError              nobody's: unreachable, late, closed
     │   ├── ConnectionLost
@@ -65,6 +66,10 @@ class IdentityMismatch(RemoteProtocolError):
     """The key that was presented is not the expected node's."""
 
     code = 0x03
+
+
+class ExpertsNotHeld(RemoteProtocolError):
+    """A dispatch names experts outside this peer's slice. A backbone with an old view does so in good faith."""
 
 
 class RemoteRefused(SwarmError):

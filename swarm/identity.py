@@ -66,7 +66,9 @@ class Identity:
             write_atomically(path, identity.private_key.private_bytes_raw(), mode=0o600)
             return identity
         except OSError as error:
-            raise UserError(f"cannot keep a key in {path}: {error.strerror}; set SWARM_HOME to another folder") from error
+            raise UserError(
+                f"cannot keep a key in {path}: {error.strerror}; set SWARM_HOME to another folder"
+            ) from error
 
     @classmethod
     def claim(cls, folder: Path, role: str) -> Identity:

@@ -68,7 +68,7 @@ class FakeConnection:
     def is_open(self) -> bool:
         return self.error is None
 
-    async def request(self, message: m.Request, *, timeout_s: float) -> m.Response:
+    async def request(self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
         if self.error is not None:
             raise self.error
         self._network.log.append(("request", self.remote))

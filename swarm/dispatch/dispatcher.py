@@ -28,11 +28,15 @@ from swarm.errors import (
 from swarm.ids import ModelId, NodeId
 from swarm.model.spec import ModelSpec
 from swarm.wire import messages as m
+from swarm.wire.frames import RESULT_HEAD_BYTES
 from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, out_codec, row_bytes
 
 # Longest wait for one batch. A dead peer is noticed far earlier, by silence (swarm.wire.session.LOST_AFTER_S); this
 # bounds a peer that lives but does not finish. Guessed: 512 rows of a large model on a slow CPU.
 BATCH_TIMEOUT_S = 60.0
+# Largest value taken from a peer. Hidden states reach some 1e4; sums of what passes here stay finite in float32, so that one
+# peer cannot turn a whole answer into NaN, which would come out as text without any error.
+MAX_MAGNITUDE = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,9 +204,14 @@ class Dispatcher:
         peer = batch.destination
         try:
             connection = await self._holders.connection(peer)
-            result = await connection.request(message, timeout_s=BATCH_TIMEOUT_S)
-            assert isinstance(result, m.Result)  # the session checks an answer's type
             expected = (batch.n_pairs if is_exact else batch.n_rows, rows.x.shape[1])
+            size = RESULT_HEAD_BYTES + expected[0] * row_bytes(expected[1], self._codec_back)
+            result = await connection.request(message, timeout_s=BATCH_TIMEOUT_S, max_answer_bytes=size)
+            assert isinstance(result, m.Result)  # the session checks an answer's type
+            if not (np.abs(result.rows) <= MAX_MAGNITUDE).all():  # a NaN is not, either
+                error = RemoteProtocolError(f"peer {peer.short} sent numbers that are not finite, or absurdly large")
+                connection.close(error)
+                raise error
             if result.codec is not self._codec_back or result.rows.shape != expected:
                 error = RemoteProtocolError(
                     f"wrong answer of peer {peer.short}: got {result.codec.name} {result.rows.shape}, "

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from swarm.errors import RemoteProtocolError
+from swarm.errors import ExpertsNotHeld, RemoteProtocolError
 from swarm.experts.expert_ffn import ExpertFfn, ExpertNotLoaded
 from swarm.model.spec import ModelSpec
 
@@ -63,7 +63,8 @@ class ExpertExecutor:
             weights: untrusted, [P], float32.
 
         Raises:
-            RemoteProtocolError: anything does not fit the model, the slice or the rest of the dispatch.
+            RemoteProtocolError: anything does not fit the model or the rest of the dispatch.
+            ExpertsNotHeld: it fits the model, but not this slice.
             EngineError: ggml failed.
         """
         self._check_untrusted(layer, x, row_counts, expert_ids, weights)
@@ -72,7 +73,7 @@ class ExpertExecutor:
         try:
             y = self._ffn.compute(layer, x, rows, expert_ids)  # [P, D]
         except ExpertNotLoaded as error:
-            raise RemoteProtocolError(str(error)) from error
+            raise ExpertsNotHeld(str(error)) from error
         with self._lock:
             self._counts[self._row_of[layer]] += np.bincount(expert_ids, minlength=self._spec.n_expert)
         if weights is None:

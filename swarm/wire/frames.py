@@ -108,8 +108,13 @@ FRAME_TYPE_OF: dict[type[m.Message], FrameType] = {
 }
 REQUEST_TYPES = frozenset(FRAME_TYPE_OF[request] for request in m.RESPONSE_TO)
 
+# Rows of one DISPATCH; eight times llama.cpp's default ubatch. In compressed forms 96 MB hold 100,000 rows, which grow
+# fourfold when decoded and again by every expert that they meet.
+MAX_ROWS = 4096
+
 _DISPATCH = struct.Struct(f"<{m.MODEL_TAG_BYTES}sHBBIII")
 _RESULT = struct.Struct("<B3xIIII")
+RESULT_HEAD_BYTES = _RESULT.size
 _MAX_TEXT_BYTES = 1000
 
 
@@ -226,6 +231,8 @@ def _text(text: str) -> bytes:
 
 def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
     n_rows, n_embd = d.rows.shape
+    if n_rows > MAX_ROWS:
+        raise LocalProtocolError(f"too many rows in one DISPATCH: got {n_rows}, expected at most {MAX_ROWS}")
     head = _DISPATCH.pack(d.model_tag, d.layer, d.rows_codec, d.result_codec, n_embd, n_rows, len(d.expert_ids))
     parts = [head, d.row_counts.astype("u1", copy=False).tobytes()]
     parts.append(d.expert_ids.astype("<u2", copy=False).tobytes())
@@ -243,6 +250,8 @@ def _decode_dispatch(r: _Reader) -> m.Dispatch:
     head = _DISPATCH.unpack(r.take(_DISPATCH.size))
     tag, layer, code_out, code_back, n_embd, n_rows, n_pairs = head
     rows_codec, result_codec = RowCodec.from_code(code_out), RowCodec.from_code(code_back)
+    if n_rows > MAX_ROWS:
+        raise RemoteProtocolError(f"too many rows in one DISPATCH: got {n_rows}, expected at most {MAX_ROWS}")
     if not n_rows or not n_embd or not n_rows <= n_pairs <= n_rows * 255:
         raise RemoteProtocolError(f"DISPATCH counts do not fit: got {n_rows} rows of {n_embd}, {n_pairs} pairs")
     row_counts = r.array("u1", n_rows).astype(np.uint8, copy=False)

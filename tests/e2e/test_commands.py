@@ -224,7 +224,7 @@ async def test_what_split_writes_is_served_and_joined_with(tmp_path: Path, tiny_
     slices = [file["path"] for file in json.loads(out)["files"] if file["kind"] == "slice"]
     # One slice beside its manifest, one without: that peer gets the manifest from the backbone.
     alone = tmp_path / "alone.gguf"
-    Path(slices[1]).rename(alone)
+    os.rename(slices[1], alone)
     async with LocalSwarm(tmp_path) as processes:
         backbone = await processes.start_backbone(folder / "backbone.gguf")
         first = await processes.add_peer(range(16), "--model", slices[0])

@@ -155,7 +155,7 @@ class FakeConnection:
     network: FakeNetwork
     to: NodeId
 
-    async def request(self, request: m.Request, *, timeout_s: float) -> m.Response:
+    async def request(self, request: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
         """Return the node's answer; what its handler raises arrives as a refusal, as through a real endpoint."""
         assert timeout_s > 0
         self.network.requests.append((self.to, request))

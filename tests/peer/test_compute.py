@@ -14,11 +14,12 @@ import pytest
 
 from peer import compute
 from peer.compute import Compute
-from swarm.errors import EngineError, Overloaded, RemoteProtocolError
+from swarm.errors import EngineError, ExpertsNotHeld, Overloaded, RemoteProtocolError
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.ids import ExpertSet
 from swarm.wire import messages as m
+from swarm.wire.frames import FrameType
 from swarm.wire.rows import RowCodec
 from tests.peer.conftest import N_EMBD as D
 from tests.peer.conftest import SmallModel, dispatch, wait_until
@@ -242,7 +243,7 @@ async def test_a_bad_dispatch_fails_alone_and_the_rest_of_its_group_is_answered(
     outcomes = await asyncio.gather(
         *(real_line.run(each) for each in (good, strange, broken, good)), return_exceptions=True
     )
-    assert [type(outcome) for outcome in outcomes] == [m.Result, RemoteProtocolError, RemoteProtocolError, m.Result]
+    assert [type(outcome) for outcome in outcomes] == [m.Result, ExpertsNotHeld, RemoteProtocolError, m.Result]
     assert "experts 4" in str(outcomes[1])
     assert real_executor.assignments().total == before + 6
 
@@ -316,3 +317,17 @@ async def test_a_dispatch_that_does_not_fit_the_slice_breaks_the_protocol(
     assert real_executor.assignments().total == before
     assert (real_line.n_in_line, real_line.stats.n_dispatches) == (0, 0)
     assert (await real_line.run(dispatch())).rows.shape == (2, D), "the peer goes on"
+
+
+async def test_a_dispatch_whose_answer_fits_no_frame_is_refused_before_it_is_computed(
+    line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.may_end.set()
+    asked = dispatch(result_codec=RowCodec.EXACT, weights=None)
+    size = 20 + len(asked.expert_ids) * 4 * D
+    monkeypatch.setitem(compute.LIMITS, FrameType.RESULT, size)
+    await line.run(asked)
+    monkeypatch.setitem(compute.LIMITS, FrameType.RESULT, size - 1)
+    with pytest.raises(RemoteProtocolError, match="answer is too large"):
+        await line.run(asked)
+    assert line.stats.n_dispatches == 1

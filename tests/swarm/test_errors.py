@@ -40,7 +40,9 @@ def test_the_docstring_draws_the_tree_as_it_is() -> None:
 
 
 def test_wire_codes_are_unique_and_stand_in_the_messages_table() -> None:
-    codes = {name: kind.code for name, kind in CLASSES.items() if issubclass(kind, errors.RemoteProtocolError)}
+    protocol = {name: kind for name, kind in CLASSES.items() if issubclass(kind, errors.RemoteProtocolError)}
+    assert protocol.pop("ExpertsNotHeld").code == 0x01  # told as a refusal (NOT_FOUND), it closes no link
+    codes = {name: kind.code for name, kind in protocol.items()}
     assert codes == {"RemoteProtocolError": 0x01, "VersionRefused": 0x02, "IdentityMismatch": 0x03}
     assert set(codes.values()) == {code.value for code in ErrorCode if code < 0x10}
 

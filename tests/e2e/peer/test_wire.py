@@ -171,7 +171,7 @@ async def test_a_block_with_one_flipped_byte_is_refused_and_nothing_announced(st
 async def test_who_breaks_the_protocol_loses_his_link_and_the_peer_goes_on(stage: Stage, dialler: Endpoint) -> None:
     bad = [
         stage.dispatch(layer=9),
-        stage.dispatch(expert_ids=np.array([0, 3], np.uint16)),
+        stage.dispatch(expert_ids=np.array([0, 65_535], np.uint16)),
         stage.dispatch(rows=np.ones((1, D + 1), np.float32)),
         stage.dispatch(result_codec=RowCodec.F32, weights=np.array([1, np.nan], np.float32)),
     ]

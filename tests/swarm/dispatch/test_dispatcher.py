@@ -529,6 +529,24 @@ def test_the_right_number_of_rows_of_the_other_form_is_refused() -> None:
     virtual_time.run(main())
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -1e31], ids=str)
+def test_numbers_that_would_spoil_the_whole_answer_are_refused_and_close_the_link(value: float) -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            rows = np.zeros((1, D), np.float32)
+            rows[0, 3] = value
+            connection = await it.holders.connection(A)
+            it.answer_of[A] = lambda request: result(rows, RowCodec.F32)
+            x, _, weights = choice(1)
+            with pytest.raises(ExpertUnavailable, match="not finite, or absurdly large") as caught:
+                await it.dispatcher.dispatch(2, x, np.array([[0, 5, 6, 7]], np.int32), weights)
+            assert caught.value.experts == (0,)
+            assert isinstance(connection.close_error, RemoteProtocolError)
+            assert it.placement.destinations == (B, C)
+
+    virtual_time.run(main())
+
+
 def test_a_busy_peer_fails_the_layer_but_is_not_down() -> None:
     async def main() -> None:
         async with star() as it:

@@ -186,7 +186,7 @@ class FakeSwarm:
         self.counts[PEERS[1]] += n_pairs - n_pairs // 3
 
     async def _connection(self, node: NodeId) -> Any:
-        async def request(message: m.Request, *, timeout_s: float) -> m.Response:
+        async def request(message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
             assert isinstance(message, m.GetStatus)
             if node in self.status:
                 outcome = self.status[node]

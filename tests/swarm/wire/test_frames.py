@@ -409,3 +409,9 @@ def test_arrays_of_a_dispatch_cannot_be_written() -> None:
     assert isinstance(back, m.Dispatch)
     assert not back.expert_ids.flags.writeable
     assert not back.row_counts.flags.writeable
+
+
+def test_too_many_rows_are_refused_on_the_head_alone() -> None:
+    head = bytes(8) + struct.pack("<HBBIII", 0, RowCodec.FP8, RowCodec.F32, 256, 4097, 4097)
+    with pytest.raises(RemoteProtocolError, match="too many rows in one DISPATCH: got 4097, expected at most 4096"):
+        decode(FrameType.DISPATCH, memoryview(head))
