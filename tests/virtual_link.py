@@ -42,6 +42,7 @@ class PlainDriver(AioquicDriver):
     receive = QuicDriver.receive
     flush = QuicDriver.flush
     copies = QuicDriver.copies
+    wants_flush = QuicDriver.wants_flush
     next_deadline = QuicDriver.next_deadline
 
 
@@ -56,14 +57,23 @@ class Side:
         self.on_data: Callable[[int, int, bool], None] = lambda stream, size, is_end: None
         self.on_handshake: Callable[[], None] = lambda: None
         self.is_started = False
+        self.is_in_use = False  # from the first stream on; until then every datagram is followed by a flush
         self.n_sent = self.bytes_sent = self.repair_bytes = 0
 
     def arrive(self, data: bytes) -> None:
         if self.driver is None:
             assert self.make is not None
             self.driver = self.make(data[6 : 6 + data[5]])  # of a long header: the id the client chose
-        self.driver.receive(data, self.peer.address, self.world.now)
-        self.pump(has_data=False)
+        self.receive([data])
+
+    def receive(self, datagrams: list[bytes]) -> None:
+        """Take in what arrived since this side last ran, and flush once, if that can be of use, as `Connection` does."""
+        assert self.driver is not None
+        for data in datagrams:
+            self.driver.receive(data, self.peer.address, self.world.now)
+        self.take_events()
+        if not self.is_in_use or self.driver.wants_flush():
+            self.pump(has_data=False)
 
     def wake(self) -> None:
         assert self.driver is not None
@@ -73,16 +83,21 @@ class Side:
             self.offer(data)
         self.pump(has_data=False)
 
-    def pump(self, *, has_data: bool) -> None:
-        driver = self.driver
-        assert driver is not None
+    def take_events(self) -> None:
+        assert self.driver is not None
         self.is_started = True
-        while (event := driver.quic.next_event()) is not None:
+        while (event := self.driver.quic.next_event()) is not None:
             if isinstance(event, events.StreamDataReceived):
+                self.is_in_use = True
                 self.on_data(event.stream_id, len(event.data), event.end_stream)
             elif isinstance(event, events.HandshakeCompleted):
                 self.on_handshake()
             assert not isinstance(event, events.ConnectionTerminated), event
+
+    def pump(self, *, has_data: bool) -> None:
+        driver = self.driver
+        assert driver is not None
+        self.take_events()
         for data, _ in driver.flush(self.world.now, has_data=has_data):
             self.n_sent += 1
             self.bytes_sent += len(data)
@@ -90,6 +105,7 @@ class Side:
 
     def send(self, stream: int, size: int) -> None:
         assert self.driver is not None
+        self.is_in_use = True
         self.driver.quic.send_stream_data(stream, bytes(size), True)
         self.pump(has_data=True)
 

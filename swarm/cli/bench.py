@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
-import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from swarm import __version__
 from swarm.bench.decode import N_PROMPT, DecodeOptions, measure_decode
+from swarm.bench.dispatch import DispatchOptions, measure_dispatch
 from swarm.bench.fanout import FanoutOptions, measure_fanout
 from swarm.bench.prefill import SWEEP_TOKENS, PrefillOptions, measure_prefill
 from swarm.bench.synthetic import SYNTH16, SyntheticModel, write_synthetic
 from swarm.bench.testbed import PathOptions
+from swarm.bench.transport import measure_latency, measure_star
 from swarm.cli.options import DraftOption, JsonOption, ModelFileArgument, ThreadsOption
+from swarm.cli.run_record import finish, write_run_record
 from swarm.cli.runtime import ProgressBars, err, out, print_json, run_async, tame_openmp
 from swarm.cli.slice_file import write_slice_file
+from swarm.emulation.path import PathSpec
 from swarm.errors import UserError
-from swarm.files import Folders, write_atomically
+from swarm.files import Folders
 from swarm.ids import parse_index_set
-from swarm.native.library import load_library
 from swarm.units import parse_duration_s, parse_rate_bit_s, parse_size_bytes
 from swarm.wire.rows import parse_wire
 
@@ -91,7 +86,70 @@ def decode(
     )
     with ProgressBars() as bars:
         figures = run_async(measure_decode(options, lambda done, total: bars.update("repetitions", done, total)))
-    _finish(figures, as_json, record)
+    finish(figures, as_json, record)
+
+
+@app.command()
+def dispatch(
+    rtt: RttOption = "0ms",
+    jitter: JitterOption = "0ms",
+    loss: LossOption = 0.0,
+    rate: RateOption = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of loss, jitter and the choice of experts.")] = 0,
+    peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
+    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")] = "q8/f16",
+    d_model: Annotated[int, typer.Option("--d-model", min=64, help="Values of a row; a multiple of 64.")] = 2048,
+    n_experts: Annotated[int, typer.Option("--n-experts", min=1, help="Experts of the layer.")] = 64,
+    experts_used: Annotated[int, typer.Option("--experts-used", min=1, help="Experts of each row.")] = 8,
+    ff: Annotated[int, typer.Option("--ff", min=32, help="Width of an expert; a multiple of 32.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, max=4096, help="Rows of one dispatch.")] = 1,
+    skew: Annotated[float, typer.Option("--skew", min=0, help="Exponent of Zipf's law over the experts.")] = 0.0,
+    dispatches: Annotated[int, typer.Option("--dispatches", min=1, help="How many to measure.")] = 200,
+    record: RecordOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bytes and time of one MoE layer's dispatch, beside bare stars of the same bytes."""
+    options = DispatchOptions(
+        d_model=d_model,
+        n_expert=n_experts,
+        n_expert_used=experts_used,
+        n_ff_exp=ff,
+        n_tokens=tokens,
+        skew=skew,
+        n_peers=peers,
+        wire=parse_wire(wire),
+        paths=_paths(rtt, jitter, loss, rate, seed),
+        n_dispatches=dispatches,
+        seed=seed,
+    )
+    model = synthetic_file(options.model)
+    with ProgressBars() as bars:
+        figures = run_async(
+            measure_dispatch(options, model, lambda done, total: bars.update("dispatches", done, total))
+        )
+    finish(figures, as_json, record)
+
+
+@app.command()
+def transport(
+    rtt: Annotated[str, typer.Option("--rtt", metavar="TIME", help="Round trip of the path.")] = "80ms",
+    loss: LossOption = 0.0,
+    size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Bytes each way.")] = "12KB",
+    members: Annotated[int, typer.Option("--members", min=1, help="Members of the stars on loopback.")] = 3,
+    dispatches: Annotated[int, typer.Option("--dispatches", min=1, help="How many over the path.")] = 20,
+    record: RecordOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """What the transport costs: messages over an emulated path, and stars on loopback, ours and bare."""
+    n_bytes = parse_size_bytes(size, "the size")
+    spec = PathSpec(delay_s=parse_duration_s(rtt, "the round trip") / 2, loss=loss)
+
+    async def measure() -> dict[str, Any]:
+        latency = await measure_latency(size_out=n_bytes, size_back=n_bytes, spec=spec, n=dispatches)
+        star = await measure_star(n_members=members)
+        return {"latency": latency.as_json(), "star": star.as_json()}
+
+    finish(run_async(measure()), as_json, record)
 
 
 @app.command()
@@ -198,7 +256,7 @@ def prefill(
     )
     with ProgressBars() as bars:
         figures = run_async(measure_prefill(options, lambda done, total: bars.update("repetitions", done, total)))
-    _finish(figures, as_json, record)
+    finish(figures, as_json, record)
 
 
 def _paths(rtt: str, jitter: str, loss: float, rate: str | None, seed: int) -> PathOptions:
@@ -235,67 +293,3 @@ def synthetic_file(model: SyntheticModel) -> Path:
         err.print(f"writing the random model {model.name} to {path}", style="dim", highlight=False, markup=False)
         write_synthetic(path, model)
     return path
-
-
-def _finish(figures: dict[str, Any], as_json: bool, record: Path | None) -> None:
-    if record is not None:
-        write_run_record(record, figures)
-    if as_json:
-        print_json(figures)
-        return
-    table = Table(show_header=False)
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            for inner, each in value.items():
-                table.add_row(f"{name}.{inner}", _shown(each))
-        elif not isinstance(value, list):
-            table.add_row(name, _shown(value))
-    out.print(table)
-
-
-def _shown(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
-
-
-def write_run_record(path: Path, figures: dict[str, Any]) -> None:
-    """Write what was measured, and everything needed to judge or repeat it."""
-    library = load_library()
-    record = {
-        "command": shlex.join(["swarm", *sys.argv[1:]]),
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "n_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        },
-        "versions": {"swarm": __version__, "python": platform.python_version(), library.name: library.version},
-        "figures": figures,
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(record, indent=1).encode() + b"\n")
-
-
-def _processor() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
-
-
-def _commit() -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

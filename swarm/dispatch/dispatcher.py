@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.dispatch.chunks import CHUNK_BYTES, cut
+from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.plan import Batch, MissingExperts, plan_dispatch
@@ -29,7 +30,7 @@ from swarm.ids import ModelId, NodeId
 from swarm.model.spec import ModelSpec
 from swarm.wire import messages as m
 from swarm.wire.frames import RESULT_HEAD_BYTES
-from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, out_codec, row_bytes
+from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, row_bytes
 
 # Longest wait for one batch. A dead peer is noticed far earlier, by silence (swarm.wire.session.LOST_AFTER_S); this
 # bounds a peer that lives but does not finish. Guessed: 512 rows of a large model on a slow CPU.
@@ -239,11 +240,9 @@ class Dispatcher:
         return max(row_bytes(self._spec.n_embd, codec), back)
 
     def _rows_codec(self, layer: int) -> RowCodec:
-        """Return how this layer's rows go out: x meets the gate and up weights, so their types decide."""
         codec = self._codec_out.get(layer)
         if codec is None:
-            types = (tensor.ggml_type for tensor in self._spec.expert_tensors(layer) if tensor.kind != "down")
-            codec = self._codec_out[layer] = out_codec(self.wire.out, self._spec.n_embd, types)
+            codec = self._codec_out[layer] = codecs_of(self.wire, self._spec, layer)[0]
         return codec
 
     def _count(

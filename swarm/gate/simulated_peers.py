@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.plan import Batch, MissingExperts, plan_dispatch
 from swarm.errors import EngineError, ExpertUnavailable
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
-from swarm.gate.verdict import codecs_of
 from swarm.ids import ExpertSet, NodeId
 from swarm.model.source import BlockSource
 from swarm.model.spec import ModelSpec

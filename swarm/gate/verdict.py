@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swarm.dispatch.codecs import codecs_of
 from swarm.gate.statistics import FormStatistics
 from swarm.model.spec import ModelSpec
-from swarm.wire.rows import RowCodec, Wire, WireForm, back_codec, out_codec, row_bytes
+from swarm.wire.rows import Wire, WireForm, row_bytes
 
 # Measured on the embedded files: the standard error of the perplexity ratio is then 0.0003 for q8, of a threshold of 0.005.
 MIN_TEXT_TOKENS = 20_000
@@ -93,12 +94,6 @@ class FormReport:
             "passed": self.passed,
             "reasons": list(self.reasons),
         }
-
-
-def codecs_of(wire: Wire, spec: ModelSpec, layer: int) -> tuple[RowCodec, RowCodec]:
-    """Return what a form is written in at this layer, out and back."""
-    x_types = [tensor.ggml_type for tensor in spec.expert_tensors(layer) if tensor.kind != "down"]
-    return out_codec(wire.out, spec.n_embd, x_types), back_codec(wire.back)
 
 
 def bytes_per_row(wire: Wire, spec: ModelSpec) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from swarm.dispatch.codecs import codecs_of
 from swarm.gate.form_table import GateModel
 from swarm.gate.statistics import FormStatistics, StockWindow
-from swarm.gate.verdict import DEFAULT_THRESHOLDS, Thresholds, bytes_per_row, codecs_of, judge, read_figure
+from swarm.gate.verdict import DEFAULT_THRESHOLDS, Thresholds, bytes_per_row, judge, read_figure
 from swarm.model.spec import ModelSpec
 from swarm.wire.rows import RowCodec, parse_wire
 

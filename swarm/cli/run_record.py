@@ -1,0 +1,85 @@
+"""How a benchmark ends: a table or JSON, and a run record to compare with later."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from swarm import __version__
+from swarm.cli.runtime import out, print_json
+from swarm.files import write_atomically
+from swarm.native.library import load_library
+
+
+def finish(figures: dict[str, Any], as_json: bool, record: Path | None) -> None:
+    """Show the figures, and write them to `record` if given."""
+    if record is not None:
+        write_run_record(record, figures)
+    if as_json:
+        print_json(figures)
+        return
+    table = Table(show_header=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            for inner, each in value.items():
+                table.add_row(f"{name}.{inner}", _shown(each))
+        elif not isinstance(value, list):
+            table.add_row(name, _shown(value))
+    out.print(table)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def write_run_record(path: Path, figures: dict[str, Any]) -> None:
+    """Write what was measured, and everything needed to judge or repeat it."""
+    library = load_library()
+    record = {
+        "command": shlex.join(["swarm", *sys.argv[1:]]),
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "n_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        },
+        "versions": {"swarm": __version__, "python": platform.python_version(), library.name: library.version},
+        "figures": figures,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")), "")
+
+
+def _commit() -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

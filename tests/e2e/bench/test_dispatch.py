@@ -1,0 +1,45 @@
+"""`swarm bench dispatch` measures a real layer over real peers, and its JSON has what scripts rely on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_commands import run
+
+KEYS = [
+    "bytes_out_per_token_layer",
+    "bytes_back_per_token_layer",
+    "bytes_all_destinations",
+    "destinations_per_token",
+    "repair_bytes",
+    "rtt_s",
+    "compute_s",
+    "p50_s",
+    "p95_s",
+    "p99_s",
+    "overhead_p50_s",
+    "quic_star_p50_s",
+    "udp_star_p50_s",
+    "transport",
+]
+
+
+async def test_the_bytes_of_one_destination_are_those_of_the_codecs_and_little_more(tmp_path: Path) -> None:
+    shape = ["--d-model", "3072", "--n-experts", "8", "--experts-used", "8", "--ff", "32", "--peers", "1"]
+    arguments = ["-m", "swarm", "bench", "dispatch", *shape, "--wire", "q8/q8", "--dispatches", "30", "--json"]
+    code, out, err = await run(*arguments, home=tmp_path)
+    assert code == 0, err
+    figures = json.loads(out)
+    assert [key for key in KEYS if key not in figures] == []
+    assert figures["destinations_per_token"] == 1
+    assert figures["transport"] == "aioquic"
+    # One row of D=3072: Q8_0 out (3264 bytes, 8 ids and weights, a count), INT8 back (3168 bytes).
+    assert figures["payload_out"] == 3264 + 8 * 6 + 1
+    assert figures["payload_back"] == 3168
+    total = figures["bytes_out_per_token_layer"] + figures["bytes_back_per_token_layer"]
+    assert 6481 < total <= 7000, "headers, acknowledgements and QUIC included"
+    assert figures["bytes_all_destinations"] == pytest.approx(total)
+    assert 0 < figures["compute_s"] < figures["p50_s"]

@@ -1,0 +1,23 @@
+"""The choices that the dispatch benchmark draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swarm.bench.dispatch import DispatchOptions, draw_choices
+from swarm.wire.rows import parse_wire
+
+
+@pytest.mark.parametrize(("skew", "hottest"), [(0.0, 8 / 64), (1.0, 0.85)])
+def test_rows_choose_distinct_experts_by_the_law_asked_for(skew: float, hottest: float) -> None:
+    options = DispatchOptions(wire=parse_wire("q8/f16"), n_tokens=4096, skew=skew)
+    ids, weights = draw_choices(np.random.default_rng(0), options)
+    assert ids.shape == weights.shape == (4096, 8)
+    assert ids.dtype == np.int32
+    assert all(len(set(row)) == 8 for row in ids.tolist())
+    assert (ids >= 0).all()
+    assert (ids < 64).all()
+    np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-5)
+    share = (ids == 0).any(axis=1).mean()  # of rows that meet the hottest expert
+    assert share == pytest.approx(hottest, abs=0.06)
