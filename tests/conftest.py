@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,16 @@ TINY_MOE = Path(__file__).parent.parent / "examples" / "tiny_moe"
 def tiny_moe() -> Path:
     """The folder of the embedded model."""
     return TINY_MOE
+
+
+@pytest.fixture(autouse=True)
+def _root_logger_as_it_was() -> Iterator[None]:
+    """Undo what a command's logging setup does to this process: its handler writes to a stream that ends with its test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)
