@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from rich.logging import RichHandler
 
 # Before any test loads the engine library: several processes share two cores (ARCHITECTURE.md).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,10 +26,15 @@ def tiny_moe() -> Path:
 def _root_logger_as_it_was() -> Iterator[None]:
     """Undo what a command's logging setup does to this process: its handler writes to a stream that ends with its test."""
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    level = root.level
     yield
-    root.handlers[:] = handlers
     root.setLevel(level)
+    for handler in root.handlers[:]:
+        if type(handler) in (
+            logging.StreamHandler,
+            RichHandler,
+        ):  # pytest's own are of other types and look after themselves
+            root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True)
