@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from aioquic.quic.congestion.base import QuicCongestionControl, register_congestion_control
 from aioquic.quic.connection import QuicConnection
@@ -34,11 +36,22 @@ MAX_WINDOW_BYTES = 8 << 20  # certificate.MAX_DATA: flow control stops there any
 QUEUED_LOSS_SHARE, QUEUED_LOSS_PACKETS = 0.02, 2
 PLAIN_LOSS_SHARE, PLAIN_LOSS_PACKETS = 0.10, 6
 LOSS_CUT = 0.7  # cubic's factor (RFC 9438 section 4.6): half would idle a queue of under one round trip
-# A queue is *standing* when even the fastest packet of a round waited this long. 64 KB at 20 Mbit/s are 26 ms: kept under half.
-# The larger of seconds and share of the least round trip: jitter of +-5 ms is no queue, nor are the 8 ms that an
+# A queue is *standing* when even the fastest packet of several rounds waited this long. 64 KB at 20 Mbit/s are 26 ms: kept under
+# half. The larger of seconds and share of the least round trip: jitter of +-5 ms is no queue, nor are the 8 ms that an
 # acknowledgement may wait (quic_driver.ACK_DELAY_S).
 QUEUE_S, QUEUE_SHARE = 0.010, 0.125
+# Several rounds, so that a host's pause (15 to 40 ms on a machine that also computes) is none: one packet between two pauses
+# tells. So many and so much time; fewer on a narrow path: one that lost packets to a queue, or where delay exceeds any pause.
+QUEUE_ROUNDS, QUEUE_ROUNDS_S, NARROW_QUEUE_ROUNDS = 3, 0.060, 2
+MAX_QUEUE_ROUNDS = 16
 QUEUE_CUT = 0.85
+LONG_QUEUE_S = (
+    0.3  # 0.05 is reached by three transfers that begin at once on a clean 100 Mbit/s, and made them slow; guessed
+)
+# Delay alone takes the window no lower than this share of what the path delivered in a least round trip; nor, where it is not
+# narrow, than the first window. 1.0 kept a queue of 20 ms, for 15 (simulated, 80 ms).
+DELIVERED_SHARE, DELAY_FLOOR_PACKETS = 0.9, 128
+REGROWTH = 0.125  # of the window per round without a queue, back to where delay cut it; not on a narrow path; guessed
 MIN_SAMPLES = 3  # round trips measured before a round says anything of a queue: one may hold an acknowledgement's delay
 GROWTH_PACKETS = 2  # per round when not in slow start: a halved window is back in 32 rounds
 MEMORY_S = 30.0  # after the last sign of congestion a path counts as good again; guessed
@@ -49,6 +62,15 @@ CONGESTED_GAIN, GAIN = 1.25, 2.0
 # aioquic builds all packets of a flight before it returns the first; in slices the receiver works on the first ones while the
 # others are built.
 SLICE_PACKETS = 10
+
+
+class _Round(NamedTuple):
+    """What a round trip showed: times in seconds, and the bytes that were acknowledged in it."""
+
+    started: float
+    ended: float
+    min_rtt: float
+    n_bytes: int
 
 
 class SwarmCongestionControl(QuicCongestionControl):
@@ -64,6 +86,9 @@ class SwarmCongestionControl(QuicCongestionControl):
         self.n_packets_at_loss: int | None = None  # `n_packets` at the last loss
         self.n_cuts = 0
         self._congested_at = -math.inf
+        self._narrow_at = -math.inf  # the last cut for loss or for a long queue
+        self._rounds: deque[_Round] = deque(maxlen=MAX_QUEUE_ROUNDS)
+        self._regrow_to = 0  # the window before it was cut for delay
         self._recovery_start = -math.inf  # losses of packets sent before this belong to a cut already made
         self._min_rtt, self._min_rtt_at = math.inf, -math.inf
         self._grown = 0  # bytes acknowledged towards the next growth
@@ -76,7 +101,7 @@ class SwarmCongestionControl(QuicCongestionControl):
         """A round ends when a packet sent since its start is acknowledged: one round trip, or as many as give MIN_SAMPLES."""
         self._round_start = now
         self._round_min_rtt, self._n_samples = math.inf, 0
-        self._n_acked = self._n_lost_in_round = 0
+        self._n_acked = self._n_lost_in_round = self._bytes_acked = 0
         self._peaks = (self._peaks[1], self.bytes_in_flight)
 
     def is_congested(self, now: float, within_s: float = MEMORY_S) -> bool:
@@ -110,14 +135,54 @@ class SwarmCongestionControl(QuicCongestionControl):
     def on_packet_acked(self, *, now: float, packet: QuicSentPacket) -> None:
         self.bytes_in_flight -= packet.sent_bytes
         self._n_acked += 1
+        self._bytes_acked += packet.sent_bytes
         sent = packet.sent_time or 0.0
         if self._is_limited() and sent > self._recovery_start:
             self._grow(packet.sent_bytes)
         if sent >= self._round_start and self._n_samples >= MIN_SAMPLES:
-            if self._is_limited() and self._queue_s() > self._standing_queue_s() and sent > self._recovery_start:
-                self._cut(now, QUEUE_CUT, self.congestion_window)
+            self._end_round(now, is_recovered=sent > self._recovery_start)
             self._look_for_the_bottom(now)
             self._start_round(now)
+
+    def _end_round(self, now: float, *, is_recovered: bool) -> None:
+        """Leave a queue that stands, or go back to where one was suspected.
+
+        `is_recovered`: what this round tells was sent after the last cut.
+        """
+        self._rounds.append(_Round(self._round_start, now, self._round_min_rtt, self._bytes_acked))
+        if not self._is_limited() or not is_recovered:
+            return
+        is_narrow = now - self._narrow_at < MEMORY_S
+        if self._queue_s() < self._standing_queue_s() / 2:
+            if self.congestion_window < self._regrow_to and not is_narrow:
+                self.congestion_window = min(self._regrow_to, int((1 + REGROWTH) * self.congestion_window))
+            return
+        recent = self._recent_rounds(now, is_narrow)
+        if not recent:
+            return
+        queue_s = min(one.min_rtt for one in recent) - self._min_rtt
+        if queue_s <= self._standing_queue_s():
+            return
+        if queue_s > LONG_QUEUE_S:
+            self._narrow_at, is_narrow = now, True
+        rate = max(one.n_bytes / max(one.ended - one.started, self._min_rtt) for one in recent)
+        floor = int(DELIVERED_SHARE * rate * self._min_rtt)
+        if not is_narrow:
+            floor = max(floor, DELAY_FLOOR_PACKETS * self._packet_bytes)
+        window = max(floor, int(QUEUE_CUT * self.congestion_window))
+        if window < self.congestion_window:
+            self._regrow_to = max(self._regrow_to, self.congestion_window)
+            self._cut(now, window)
+
+    def _recent_rounds(self, now: float, is_narrow: bool) -> list[_Round]:
+        """Return the rounds that together say whether a queue stands; empty: too few yet."""
+        n_needed, needed_s = (NARROW_QUEUE_ROUNDS, 0.0) if is_narrow else (QUEUE_ROUNDS, QUEUE_ROUNDS_S)
+        recent: list[_Round] = []
+        for one in reversed(self._rounds):
+            recent.append(one)
+            if len(recent) >= n_needed and now - one.started >= needed_s:
+                return recent
+        return recent if len(recent) == MAX_QUEUE_ROUNDS else []  # a path of under 4 ms
 
     def _look_for_the_bottom(self, now: float) -> None:
         """Empty a queue that may have been there from the start: who came late takes it for the path's length, and too much.
@@ -155,7 +220,9 @@ class SwarmCongestionControl(QuicCongestionControl):
         is_queued = self._is_limited() and self._queue_s() > self._standing_queue_s() / 2
         least, share = (QUEUED_LOSS_PACKETS, QUEUED_LOSS_SHARE) if is_queued else (PLAIN_LOSS_PACKETS, PLAIN_LOSS_SHARE)
         if n >= least and n > share * of and last_sent > self._recovery_start:
-            self._cut(now, LOSS_CUT, min(self.congestion_window, max(self._peaks)))
+            self._narrow_at = now
+            self._regrow_to = 0
+            self._cut(now, int(LOSS_CUT * min(self.congestion_window, max(self._peaks))))
 
     def on_persistent_congestion(self) -> None:
         self.congestion_window = self.ssthresh = self._floor
@@ -187,10 +254,10 @@ class SwarmCongestionControl(QuicCongestionControl):
             step = GROWTH_PACKETS * self._packet_bytes
         self.congestion_window = min(MAX_WINDOW_BYTES, self.congestion_window + step)
 
-    def _cut(self, now: float, factor: float, window: int) -> None:
+    def _cut(self, now: float, window: int) -> None:
         self.n_cuts += 1
         self._congested_at = self._recovery_start = now
-        self.congestion_window = self.ssthresh = max(self._floor, int(factor * window))
+        self.congestion_window = self.ssthresh = max(self._floor, window)
         self._grown = 0
 
 
@@ -204,6 +271,7 @@ class Pacer:
         self._credit = float(controller.burst_bytes())
         self._at = 0.0
         self._n_left: int = SLICE_PACKETS
+        self.after_packet: Callable[[], None] = lambda: None  # called when a packet was built, before the next one is
 
     def start_slice(self) -> None:
         """Let the next SLICE_PACKETS leave, as far as the pace does."""
@@ -231,6 +299,7 @@ class Pacer:
             self._refill(now)
         self._n_left -= 1
         self._credit = max(0.0, self._credit - self._packet_bytes)
+        self.after_packet()
 
     def update_rate(self, congestion_window: int, smoothed_rtt: float) -> None:
         """Learn a new window or round trip, seconds."""
@@ -283,7 +352,11 @@ def _check() -> None:
     space = QuicPacketSpace(is_application_data=True)
     source = inspect.getsource(QuicConnection)
     missing = [name for name in ("ack_at", "ack_queue", "is_application_data") if not hasattr(space, name)]
-    missing += [name for name in ("self._loss._pacer", "self._ack_delay", "space.ack_at") if name not in source]
+    missing += [
+        name
+        for name in ("self._loss._pacer", "self._ack_delay", "space.ack_at", "self._streams_queue")
+        if name not in source
+    ]
     if missing:
         raise UserError(f"this aioquic lacks what swarm relies on: {', '.join(missing)}; install aioquic~=1.7.0")
     _is_checked = True

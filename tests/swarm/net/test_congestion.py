@@ -130,10 +130,48 @@ def test_one_cut_for_all_losses_of_a_flight() -> None:
 def test_a_standing_queue_is_left_before_anything_is_lost() -> None:
     controller = fresh()
     full_round(controller, 0.0)
-    for at in range(1, 4):
+    for at in range(1, 6):
         full_round(controller, float(at), rtt=RTT + 0.015)
     assert controller.n_cuts >= 2
     assert controller.n_lost == 0
+
+
+def test_one_undelayed_packet_in_three_rounds_shows_that_there_is_no_queue() -> None:
+    controller = fresh()
+    full_round(controller, 0.0)
+    for at in range(1, 30):
+        full_round(controller, float(at), rtt=RTT + (0.001 if at % 3 == 0 else 0.040))
+    assert controller.n_cuts == 0
+
+
+def test_delay_alone_leaves_the_first_window_and_what_the_path_delivers() -> None:
+    controller = fresh()
+    full_round(controller, 0.0, rtt=0.020)
+    for at in range(1, 100):
+        full_round(controller, float(at), rtt=0.045)
+    assert controller.n_cuts > 3
+    assert controller.congestion_window >= congestion.DELAY_FLOOR_PACKETS * PACKET
+
+
+def test_a_delay_longer_than_a_hosts_pauses_is_a_narrow_link() -> None:
+    controller = fresh()
+    full_round(controller, 0.0, rtt=0.020)
+    for at in range(1, 100):
+        full_round(controller, float(at), rtt=0.400)
+    assert controller.congestion_window <= 20 * PACKET
+
+
+def test_once_the_delay_is_gone_the_window_is_back_within_some_rounds() -> None:
+    controller = fresh()
+    full_round(controller, 0.0, rtt=0.020)
+    windows = []
+    for at in range(1, 30):
+        full_round(controller, at / 10, rtt=0.045)
+        windows.append(controller.congestion_window)
+    assert windows[-1] < max(windows) / 2
+    for at in range(30, 60):
+        full_round(controller, at / 10, rtt=0.021)
+    assert controller.congestion_window >= 0.9 * max(windows)
 
 
 def test_jitter_of_5_ms_is_no_queue() -> None:

@@ -6,12 +6,13 @@ RTT is 80 ms where nothing else is said. Seeds are fixed: the same packets are l
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 
 import pytest
 
 from swarm.emulation.path import Drop, PathSpec
-from tests.virtual_link import VirtualLink, VirtualWorld
+from tests.virtual_link import Side, VirtualLink, VirtualWorld
 
 RTT = 0.080
 PATH = PathSpec(delay_s=RTT / 2)
@@ -180,3 +181,112 @@ def test_copies_are_not_sent_into_a_full_queue() -> None:
     for _ in range(20):
         link.dispatch(12_288, 100)
     assert link.client.repair_bytes == repaired
+
+
+class Busy:
+    """A host that takes in nothing for 15 to 40 ms again and again, as one that computes does."""
+
+    def __init__(self, side: Side, rng: random.Random) -> None:
+        self._side, self._rng = side, rng
+        self._held: list[bytes] = []
+        self._is_paused = False
+        self._arrive = side.arrive
+        side.arrive = self.arrive  # type: ignore[method-assign]
+        side.world.call_in(rng.uniform(0.0, 0.020), self._pause)
+
+    def arrive(self, data: bytes) -> None:
+        if self._is_paused:
+            self._held.append(data)
+        else:
+            self._arrive(data)
+
+    def _pause(self) -> None:
+        self._is_paused = True
+        self._side.world.call_in(self._rng.uniform(0.015, 0.040), self._wake)
+
+    def _wake(self) -> None:
+        self._is_paused = False
+        held, self._held = self._held, []
+        if held:
+            self._side.receive(held)
+        self._side.world.call_in(self._rng.uniform(0.0, 0.020), self._pause)
+
+
+def busy_bulk(seconds: float, *, are_senders_busy: bool = False) -> float:
+    """Return the Mbit/s of three endless transfers together over 100 Mbit/s at 20 ms, to hosts that pause."""
+    world, rng = VirtualWorld(seed=1), random.Random(1)
+    bottleneck = world.bottleneck(rate_bit_s=100e6, queue_bytes=250_000)
+    got = 0
+
+    def count(stream: int, size: int, is_end: bool) -> None:
+        nonlocal got
+        got += size
+
+    links = [world.link(PathSpec(delay_s=0.010), through=bottleneck) for _ in range(3)]
+    for link in links:
+        link.server.on_data = count
+        link.open()
+        Busy(link.server, rng)
+        if are_senders_busy:
+            Busy(link.client, rng)
+    for link in links:
+        link.client.send(0, 40_000_000)
+    world.run_for(1.0)
+    before = got
+    world.run_for(seconds)
+    return (got - before) * 8e-6 / seconds
+
+
+def test_busy_hosts_are_not_taken_for_a_queue() -> None:
+    assert busy_bulk(2.0) >= 70  # Mbit/s: 82; none at all where an acknowledgement that empties the window woke nothing
+
+
+def test_busy_hosts_at_both_ends_slow_a_transfer_and_do_not_stop_it() -> None:
+    assert busy_bulk(2.0, are_senders_busy=True) >= 42  # 50 Mbit/s; 33 where one round of delay counted as a queue
+
+
+def test_an_acknowledgement_of_the_whole_window_lets_the_next_one_leave() -> None:
+    link = opened()
+    client, _ = link.controllers
+    link.client.send(0, 10_000_000)
+    link.client.driver._n_lost = client.n_lost  # type: ignore[union-attr]
+    assert client.bytes_in_flight + 1232 > client.congestion_window
+    client.bytes_in_flight = 0
+    assert link.client.driver is not None
+    assert link.client.driver.wants_flush()
+
+
+def sent_in_order(link: VirtualLink) -> list[tuple[int, int, bool]]:
+    arrived: list[tuple[int, int, bool]] = []
+    link.server.on_data = lambda stream, size, is_end: arrived.append((stream, size, is_end))
+    return arrived
+
+
+def test_long_streams_arrive_one_after_the_other() -> None:
+    link = opened()
+    arrived = sent_in_order(link)
+    assert link.client.driver is not None
+    for stream in (0, 4, 8):
+        link.client.driver.quic.send_stream_data(stream, bytes(60_000), True)
+    link.client.pump(has_data=True)
+    link.world.run_for(1.0)
+    assert [stream for stream, _, is_end in arrived if is_end] == [0, 4, 8]
+    begins = [next(at for at, (stream, _, _) in enumerate(arrived) if stream == each) for each in (0, 4, 8)]
+    ends = [
+        next(at for at, (stream, _, is_end) in enumerate(arrived) if stream == each and is_end) for each in (0, 4, 8)
+    ]
+    assert begins[1] >= ends[0] - 14  # the last 16 KB of a stream count as a short one, as do those of the next
+    assert begins[2] >= ends[1] - 14
+
+
+def test_a_small_request_overtakes_a_long_one() -> None:
+    world = VirtualWorld(seed=1)
+    link = world.link(PathSpec(delay_s=0.010), through=world.bottleneck(rate_bit_s=100e6, queue_bytes=250_000))
+    link.open()
+    link.ask(20_000_000, 100)
+    world.run_for(1.0)
+    times = [link.dispatch(2_000, 2_000) for _ in range(20)]
+    assert (
+        max(times) < 0.060
+    )  # the path, and the queue that the transfer fills, and the pace of what is left of its burst
+    assert percentile(times, 0.5) < 0.045
