@@ -60,10 +60,6 @@ class Line(Generic[E]):
         except ValueError:
             pass
 
-    def next_pairs(self) -> int:
-        """Return how many pairs the oldest entry has; the line must not be empty."""
-        return len(self._entries[0].dispatch.expert_ids)
-
     def take(self) -> list[E]:
         """Return the oldest entry and those to compute together with it, in the order they came; the line must not be empty."""
         first = self._entries.popleft()

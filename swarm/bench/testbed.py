@@ -21,10 +21,10 @@ from swarm.dispatch.dispatcher import LayerSpan
 from swarm.emulation.hub import EmulatedPaths, EmulatorStats
 from swarm.emulation.link import NS_PER_S, LinkSpec
 from swarm.emulation.path import PathSpec
-from swarm.emulation.processes import LocalSwarm
+from swarm.emulation.processes import LocalSwarm, contiguous_shares
+from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import format_index_set
 from swarm.model.gguf_file import GgufFile
 from swarm.model.spec import read_spec
 from swarm.net.addresses import format_address
@@ -92,9 +92,15 @@ async def open_testbed(
     engine: EngineConfig,
     peer_options: tuple[str, ...] = (),
 ) -> AsyncIterator[Testbed]:
-    """Yield a complete swarm over the paths; peers take their experts from the file, contiguous shares of every layer."""
+    """Yield a complete swarm over the paths; peers take their experts from the file, contiguous shares of every layer.
+
+    Raises:
+        UserError: more peers than experts, or a model that cannot be served.
+    """
     with GgufFile(model) as file:
         n_expert = read_spec(file).n_expert
+    if n_peers > n_expert:
+        raise UserError(f"more peers than experts: got {n_peers}, expected at most {n_expert}")
     async with contextlib.AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(LocalSwarm(folder / "children"))
         hub: EmulatedPaths | None = None
@@ -104,8 +110,7 @@ async def open_testbed(
                 for host in (BACKBONE_LINK, *(f"peer{i}" for i in range(n_peers))):
                     await hub.access(host, LinkSpec(rate_bit_s=paths.rate_bit_s))
         names: list[str] = []
-        for index in range(n_peers):
-            share = range(n_expert * index // n_peers, n_expert * (index + 1) // n_peers)
+        for index, share in enumerate(contiguous_shares(n_expert, n_peers)):
             options = ["--model", str(model), *peer_options]
             if hub is not None:
                 port = _free_port()
@@ -166,8 +171,3 @@ def _free_port() -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def describe(experts: range) -> str:
-    """Return a share as people write it."""
-    return format_index_set(experts)

@@ -37,6 +37,12 @@ RateOption = Annotated[
     str | None,
     typer.Option("--rate", metavar="RATE", help="Each host's access link per direction.", show_default="no limit"),
 ]
+PathSeedOption = Annotated[int, typer.Option("--seed", help="Of loss and jitter.")]
+PeersOption = Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")]
+WireOption = Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")]
+ModelOption = Annotated[
+    str, typer.Option("--model", metavar="FILE|synth16", help="GGUF file, or the standard random model.")
+]
 RecordOption = Annotated[
     Path | None, typer.Option("--record", metavar="FILE", help="Write a run record: figures, command, commit, machine.")
 ]
@@ -53,12 +59,10 @@ def decode(
     jitter: JitterOption = "0ms",
     loss: LossOption = 0.0,
     rate: RateOption = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of loss and jitter.")] = 0,
-    peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
-    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")] = "q8/f16",
-    model: Annotated[
-        str, typer.Option("--model", metavar="FILE|synth16", help="GGUF file, or the standard random model.")
-    ] = "synth16",
+    seed: PathSeedOption = 0,
+    peers: PeersOption = 3,
+    wire: WireOption = "q8/f16",
+    model: ModelOption = "synth16",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to decode in each repetition.")] = 32,
     repetitions: Annotated[int, typer.Option("--repetitions", min=1, help="Interleaved with stock llama.cpp.")] = 5,
     draft: DraftOption = 0,
@@ -96,8 +100,8 @@ def dispatch(
     loss: LossOption = 0.0,
     rate: RateOption = None,
     seed: Annotated[int, typer.Option("--seed", help="Of loss, jitter and the choice of experts.")] = 0,
-    peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
-    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")] = "q8/f16",
+    peers: PeersOption = 3,
+    wire: WireOption = "q8/f16",
     d_model: Annotated[int, typer.Option("--d-model", min=64, help="Values of a row; a multiple of 64.")] = 2048,
     n_experts: Annotated[int, typer.Option("--n-experts", min=1, help="Experts of the layer.")] = 64,
     experts_used: Annotated[int, typer.Option("--experts-used", min=1, help="Experts of each row.")] = 8,
@@ -219,12 +223,10 @@ def prefill(
     jitter: JitterOption = "0ms",
     loss: LossOption = 0.0,
     rate: RateOption = "100Mbit",
-    seed: Annotated[int, typer.Option("--seed", help="Of loss and jitter.")] = 0,
-    peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
-    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")] = "q8/f16",
-    model: Annotated[
-        str, typer.Option("--model", metavar="FILE|synth16", help="GGUF file, or the standard random model.")
-    ] = "synth16",
+    seed: PathSeedOption = 0,
+    peers: PeersOption = 3,
+    wire: WireOption = "q8/f16",
+    model: ModelOption = "synth16",
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens of the prompt, computed in one step.")] = 512,
     chunk: Annotated[
         str, typer.Option("--chunk", metavar="SIZE|0", help="First chunk of a batch; 0 measures whole batches alone.")
