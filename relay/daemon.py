@@ -1,4 +1,7 @@
-"""The relay process, first form: it carries a registry node. Forwarding for NAT-bound peers comes on top of this."""
+"""The relay process, first form: it carries a registry node. Forwarding for NAT-bound peers comes on top of this.
+
+Alone it is a ring of one. Told of others (`ring`), it becomes a member of their ring, if others can reach it: see `Store`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 
 from relay.outward import outward_host
 from relay.quotas import TokenBucket
@@ -20,7 +25,10 @@ from swarm.ids import NodeId
 from swarm.net.addresses import format_address, is_loopback
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
-from swarm.registry.node import SERVES, RegistryNode
+from swarm.registry.announcer import SequenceNumbers
+from swarm.registry.client import RegistryAddress
+from swarm.registry.networks import Scope, host_of, scope_of
+from swarm.registry.node import SERVES, RegistryNode, RingMember
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -30,15 +38,40 @@ EXPIRE_S = 5.0  # between two sweeps of the table; lookups never see an expired 
 # Announcements on one connection. A node renews its at most 8 records every 15 s, each in at most 2 tries, and tries again a
 # second after a failure. A hostile record costs up to some 10 ms of the loop (measured on one core), so 1 % of it.
 ANNOUNCE_PER_S, ANNOUNCE_BURST = 1.0, 16.0
+# Everything else: a backbone looks up to five times a second while experts are missing, another registry node calls up to twice.
+READ_PER_S, READ_BURST = 10.0, 60.0
+
+
+class Store(StrEnum):
+    """Whether a registry node stores records and is a member of the ring.
+
+    AUTO: if those that it forms a ring with can reach it: it was given an address to advertise, or its own reaches as far as
+    theirs. Alone, it always stores.
+    """
+
+    AUTO = "auto"
+    ALWAYS = "always"
+    NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayConfig:
-    """Where the relay listens, and `host:port` of where others reach it, if that is not this machine's own address."""
+    """What an operator asked for.
+
+    Attributes:
+        advertise: `host:port` of where others reach it, if that is not this machine's own address.
+        ring: registry nodes to form a ring with.
+        publishers: whose models may be offered here; None: anybody's.
+        state: the folder for its sequence numbers; None keeps none.
+    """
 
     host: str = "0.0.0.0"
     port: int = 7440
     advertise: str | None = None
+    ring: tuple[RegistryAddress, ...] = ()
+    store: Store = Store.AUTO
+    publishers: frozenset[NodeId] | None = None
+    state: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +99,13 @@ class RelayDaemon:
         self._config = config
         self._identity = identity
         self._now = now
-        self._registry = RegistryNode(now=now)
+        self._registry = RegistryNode(
+            now=now, own=identity.node_id, stores=config.store is not Store.NEVER, publishers=config.publishers
+        )
+        self._endpoint: Endpoint | None = None
         self._started = now()
-        self._buckets: weakref.WeakKeyDictionary[Connection, TokenBucket] = weakref.WeakKeyDictionary()
+        self._announcing: weakref.WeakKeyDictionary[Connection, TokenBucket] = weakref.WeakKeyDictionary()
+        self._reading: weakref.WeakKeyDictionary[Connection, TokenBucket] = weakref.WeakKeyDictionary()
 
     async def run(self, on_ready: Callable[[RelayReady], None]) -> None:
         """Serve; calls `on_ready` once the socket is bound.
@@ -83,13 +120,26 @@ class RelayDaemon:
             handler=self._handle,
             serves=(*SERVES, m.GetStatus),
         )
+        self._endpoint = endpoint
         async with endpoint:
             ready = self._ready(endpoint.port)
             logger.info("registry %s listens on UDP %s", self._identity.node_id.short, ready.address)
-            on_ready(ready)
-            while True:
-                await asyncio.sleep(EXPIRE_S)
-                self._registry.table.expire(self._now())
+            path = None if self._config.state is None else self._config.state / f"{self._identity.node_id}.seq"
+            member = RingMember(
+                self._registry,
+                endpoint,
+                self._identity,
+                SequenceNumbers(path),
+                address=self._ring_address(ready),
+                seeds=[(each.address, each.node) for each in self._config.ring],
+                now=self._now,
+            )
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(member.run())
+                on_ready(ready)
+                while True:
+                    await asyncio.sleep(EXPIRE_S)
+                    self._registry.table.expire(self._now())
 
     def answer(self, asker: NodeId, request: m.Request, *, host: str | None = None) -> m.Response:
         """Return the answer to a request of the authenticated node `asker`; for the rest see `RegistryNode.answer`."""
@@ -98,22 +148,44 @@ class RelayDaemon:
         return self._registry.answer(asker, request, host=host)
 
     async def _handle(self, connection: Connection, request: m.Request) -> m.Response:
-        if isinstance(request, m.Announce):
-            self._take_turn(connection)
-        return self.answer(connection.remote, request, host=connection.remote_address)
+        self._take_turn(connection, is_announcement=isinstance(request, m.Announce))
+        if isinstance(request, m.GetStatus):
+            return self.answer(connection.remote, request)
+        return await self._registry.serve(connection.remote, request, host=connection.remote_address)
 
-    def _take_turn(self, connection: Connection) -> None:
-        """Raise Overloaded, before anything is read, if the connection announces too often."""
+    def _take_turn(self, connection: Connection, *, is_announcement: bool) -> None:
+        """Raise Overloaded, before anything is read, if the connection announces or asks too often."""
         now = self._now()
-        bucket = self._buckets.get(connection)
+        buckets, rate_per_s, burst, what = (
+            (self._announcing, ANNOUNCE_PER_S, ANNOUNCE_BURST, "announcements")
+            if is_announcement
+            else (self._reading, READ_PER_S, READ_BURST, "requests")
+        )
+        bucket = buckets.get(connection)
         if bucket is None:
-            bucket = TokenBucket(rate_per_s=ANNOUNCE_PER_S, burst=ANNOUNCE_BURST, now=now)
-            self._buckets[connection] = bucket
+            bucket = buckets[connection] = TokenBucket(rate_per_s=rate_per_s, burst=burst, now=now)
         wait_s = bucket.take(now)
         if wait_s:
-            raise Overloaded(
-                f"too many announcements: expected at most {ANNOUNCE_PER_S:g} a second", retry_after_s=wait_s
-            )
+            raise Overloaded(f"too many {what}: expected at most {rate_per_s:g} a second", retry_after_s=wait_s)
+
+    def _ring_address(self, ready: RelayReady) -> str | None:
+        """Return where the ring's other members reach this one; None: it is no member."""
+        if self._config.store is Store.NEVER:
+            return None
+        address = ready.address if ready.public is None else ready.public.rpartition("@")[2]
+        try:
+            scope = scope_of(host_of(address))
+        except ValueError:  # a name: records carry IP literals
+            if self._config.ring:
+                logger.warning("a ring's members need an IP address to --advertise: got %s", address)
+            return None
+        if self._config.store is Store.ALWAYS or self._config.advertise is not None:
+            return address
+        farthest = max((scope_of(each.address[0]) for each in self._config.ring), default=Scope.MACHINE)
+        if scope >= farthest:
+            return address
+        logger.warning("%s reaches less far than the ring: it stores nothing; give --advertise HOST:PORT", address)
+        return None
 
     def _ready(self, port: int) -> RelayReady:
         node, host = str(self._identity.node_id), self._config.host
@@ -143,4 +215,8 @@ class RelayDaemon:
             "uptime_s": round(self._now() - self._started, 1),
             "n_records": len(self._registry.table),
             "record_bytes": self._registry.table.n_bytes,
+            "n_members": len(self._registry.replica.membership.ring),
+            "is_member": self._registry.replica.membership.is_storing,
+            "bytes_sent": self._endpoint.bytes_sent if self._endpoint is not None else 0,
+            "bytes_received": self._endpoint.bytes_received if self._endpoint is not None else 0,
         }

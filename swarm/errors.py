@@ -10,6 +10,8 @@
     │   ├── IdentityMismatch      the node at that address is not the one that was expected
     │   └── ExpertsNotHeld        a dispatch for experts that this peer does not hold (now): a view that is out of date
     ├── RemoteRefused             theirs, and legal: the other side answered with an error frame
+    ├── Refused                   ours, and legal: a request that we do not grant, in words meant for whoever asked
+    │   └── Leaving               this node takes nothing new
     ├── NetworkError              nobody's: unreachable, late, closed
     │   ├── ConnectionLost
     │   └── DeadlineExceeded
@@ -77,11 +79,21 @@ class RemoteRefused(SwarmError):
 
     Attributes:
         remote_code: the `ErrorCode` number that came over the wire.
+        retry_after_s: when the other side wants to be asked again, seconds; None: it did not say.
     """
 
-    def __init__(self, message: str, *, remote_code: int) -> None:
+    def __init__(self, message: str, *, remote_code: int, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.remote_code = remote_code
+        self.retry_after_s = retry_after_s
+
+
+class Refused(SwarmError):
+    """We do not grant another node's request. Its message is sent to that node: no paths, nothing else of this machine."""
+
+
+class Leaving(Refused):
+    """This node is leaving: it finishes what it has and takes nothing new."""
 
 
 class NetworkError(SwarmError):

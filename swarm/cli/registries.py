@@ -18,7 +18,8 @@ from swarm.net.endpoint import Endpoint
 from swarm.registry.client import RegistryAddress, parse_registry
 
 
-def _confirm(question: str) -> bool:
+def confirm(question: str) -> bool:
+    """Return what the person at the terminal answers; no where there is none."""
     if not sys.stdin.isatty():
         return False
     return typer.confirm(question, err=True)
@@ -72,7 +73,7 @@ async def settle_registries(
     text: str,
     folders: Folders,
     *,
-    confirm: Callable[[str], bool] = _confirm,
+    confirm: Callable[[str], bool] = confirm,
     ask_id: Callable[[SocketAddress], Awaitable[NodeId]] = _ask_id,
 ) -> tuple[RegistryAddress, ...]:
     """Return the registry nodes that `text` names, each with the node it must be.

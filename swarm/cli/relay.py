@@ -7,9 +7,12 @@ from typing import Annotated
 import typer
 
 from swarm.cli.options import HostOption, JsonOption, PortOption, UntilEofOption
+from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import out, print_json, run_daemon
+from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
+from swarm.ids import NodeId
 from swarm.net.addresses import format_address, parse_address
 
 
@@ -24,14 +27,44 @@ def relay(
             help="Where others reach this relay, if not at this machine's own address; shown to you, for them.",
         ),
     ] = None,
+    ring: Annotated[
+        str | None,
+        typer.Option(
+            "--ring",
+            metavar="NODES",
+            help="Other registry nodes to share the records with: swarm://NODEID@host:port or host:port, comma list.",
+            show_default="none",
+        ),
+    ] = None,
+    store: Annotated[
+        str,
+        typer.Option(
+            "--store",
+            metavar="auto|always|never",
+            help="Whether to store records as a member of the ring; auto: if its address reaches as far as the others'.",
+        ),
+    ] = "auto",
+    publishers: Annotated[
+        str | None,
+        typer.Option(
+            "--publishers",
+            metavar="NODEID[,NODEID...]",
+            help="Node ids of the backbones whose models may be offered here.",
+            show_default="anybody's",
+        ),
+    ] = None,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
 ) -> None:
     """Run a relay: the place where peers and backbones find each other."""
-    from relay.daemon import RelayConfig, RelayDaemon, RelayReady
+    from relay.daemon import RelayConfig, RelayDaemon, RelayReady, Store
 
+    if store not in list(Store):
+        raise UserError(f"cannot read --store: got {store!r}, expected one of {', '.join(Store)}")
+    folders = Folders.from_environment()
     advertised = None if advertise is None else format_address(parse_address(advertise))
-    identity = Identity.claim(Folders.from_environment().config, "relay")
+    allowed = None if publishers is None else frozenset(NodeId.parse(each.strip()) for each in publishers.split(","))
+    identity = Identity.claim(folders.config, "relay")
 
     def on_ready(ready: RelayReady) -> None:
         if as_json:
@@ -48,8 +81,19 @@ def relay(
             for line in _how_to_reach(ready.node, ready.address, ready.public, is_local=ready.is_local):
                 out.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    daemon = RelayDaemon(RelayConfig(host=host, port=port, advertise=advertised), identity)
-    run_daemon(daemon.run(on_ready), until_eof=until_eof)
+    async def main() -> None:
+        config = RelayConfig(
+            host=host,
+            port=port,
+            advertise=advertised,
+            ring=() if ring is None else await settle_registries(ring, folders),
+            store=Store(store),
+            publishers=allowed,
+            state=folders.state,
+        )
+        await RelayDaemon(config, identity).run(on_ready)
+
+    run_daemon(main(), until_eof=until_eof)
 
 
 def _how_to_reach(node: str, address: str, public: str | None, *, is_local: bool) -> list[str]:

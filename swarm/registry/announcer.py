@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -91,10 +92,17 @@ class Announcer:
         self._numbers = numbers
         self._make_record = make_record
         self._last: Record | None = None
+        self._soon = asyncio.Event()
         self.is_announced = asyncio.Event()
+
+    def announce_soon(self) -> None:
+        """Let `run` publish at once what is to be said now; `is_announced` is cleared until it has."""
+        self.is_announced.clear()
+        self._soon.set()
 
     async def announce(self) -> None:
         """Publish the record once, with a new seq; raises NetworkError when no registry node took it."""
+        self._soon.clear()
         address = await self._registry.observed_address()
         for _ in range(2):
             record = self._make_record(self._numbers.next(), address)
@@ -107,7 +115,8 @@ class Announcer:
             logger.warning(
                 "a registry holds a newer record of this node: got seq %d, expected at most %d", highest, record.seq
             )
-        self.is_announced.set()
+        if not self._soon.is_set():  # else what was published is out of date already
+            self.is_announced.set()
 
     async def run(self) -> None:
         """Announce for ever; a registry that is away is asked again every second."""
@@ -125,7 +134,9 @@ class Announcer:
                 if was_lost:
                     logger.info("announced again")
                 was_lost = False
-                await asyncio.sleep(RENEW_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RENEW_S):
+                        await self._soon.wait()
         finally:
             await self._withdraw()
 

@@ -1,6 +1,7 @@
-"""Asking and telling the registry. `Registry` is what the rest of swarm knows; a DHT can later stand behind it.
+"""Asking and telling the registry. `Registry` is what the rest of swarm knows; `RegistryClient` finds the ring behind it.
 
-`RegistryClient` is its first form: every record goes to each of a few registry nodes, and answers are merged by seq.
+The nodes that a person names are asked who stores records. With at most N_REPLICAS of them everything is everywhere: each is told
+and asked everything. With more, a record goes to the replicas of its places, and a look-up asks theirs (`ring`, `lookup`).
 """
 
 from __future__ import annotations
@@ -8,27 +9,50 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError, RemoteRefused, SwarmError, UserError
+from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError, UserError
 from swarm.ids import ModelId, NodeId
 from swarm.net.addresses import SocketAddress, format_address, parse_address
-from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
-from swarm.registry.records import ExpertAnnouncement, ModelOffer, Record, SignedRecord, verify
+from swarm.registry.answers import AnswerReader
+from swarm.registry.cache import SAVE_S, RegistryCache
+from swarm.registry.contacts import Contact
+from swarm.registry.lookup import Reading, newest, writers
+from swarm.registry.records import (
+    ExpertAnnouncement,
+    Lease,
+    ModelOffer,
+    Record,
+    RecordKind,
+    RoutingHistogram,
+    SignedRecord,
+    Withdrawal,
+    verify,
+)
+from swarm.registry.ring import (
+    HISTOGRAMS,
+    N_EXPERT_BUCKETS,
+    N_REPLICAS,
+    OFFERS,
+    THE_DIRECTORY,
+    Place,
+    expert_buckets,
+    places_of,
+)
+from swarm.registry.view import MEMBERS_S, REQUEST_TIMEOUT_S, RingView
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
-REQUEST_TIMEOUT_S = 5.0
-# A hostile registry node may answer with 16 MB of records that each cost up to 44 ms and 6 MB to read (measured: 65,536
-# layers in 350 bytes). Both bounds are guessed: far above the first swarms, and at most a few hundred MB.
-MAX_RECORDS_READ = 4096  # of one answer; the rest is left out
-MAX_WEIGHT_READ = 2_000_000  # layers and experts named by all records of one answer together, as they lie in memory
-READ_SLICE_S = 0.005  # then other callbacks get their turn: dispatches share this loop
+WATCH_TIMEOUT_S = 30.0  # above the registry node's own WATCH_S
+WATCH_RETRY_S = 5.0
+# In a large ring, as long as a watch of the model stands and tells nothing: a look-up of 250 peers brings 5 x 100 KB. Guessed.
+FRESH_S = 10.0
+N_WATCHED = 2  # replicas of each place: what one has missed or withholds, the other tells
 DEFAULT_REGISTRY = "127.0.0.1:7440"
 
 
@@ -79,133 +103,318 @@ class Registry(Protocol):
 
 
 class RegistryClient:
-    """A `Registry` over an endpoint and a few known registry nodes, dialled again whenever a connection was lost."""
+    """A `Registry` over an endpoint and a few known registry nodes."""
 
-    def __init__(self, endpoint: Endpoint, nodes: Sequence[RegistryAddress]) -> None:
-        self._endpoint = endpoint
-        self._nodes = tuple(nodes)
-        self._connections: dict[RegistryAddress, Connection] = {}
-        self._locks = {node: asyncio.Lock() for node in self._nodes}
+    def __init__(
+        self, endpoint: Endpoint, nodes: Sequence[RegistryAddress], *, cache: RegistryCache | None = None
+    ) -> None:
+        """`cache`: what to go on with as long as no registry node answers, and where to keep it."""
+        self._view = RingView(endpoint, [(each.address, each.node) for each in nodes])
+        self._reader = AnswerReader()
+        self.n_rounds = 0  # round trips of requests that the last look-up took, dials apart
+        self._n_expert: dict[ModelId, int] = {}
+        self._watched_models: Counter[ModelId] = Counter()
+        self._fresh: dict[ModelId, tuple[float, list[ExpertAnnouncement]]] = {}  # until when, what a look-up has found
+        self._published: dict[tuple[RecordKind, ModelId], tuple[Place, ...]] = {}
+        self._cache = cache
+        self._kept: dict[ModelId | None, list[tuple[Lease, SignedRecord]]] = {}  # what was found last
+        self._has_answered = False
+        self._save_at = float("-inf")
+        if cache is not None:
+            self._load(cache)
+
+    async def close(self) -> None:
+        """End every connection; the endpoint's end does as much."""
+        await self._view.close()
+
+    # Telling
 
     async def publish(self, signed: SignedRecord) -> int:
-        """Hand the record to every registry node; return the highest seq that one of them knows.
+        """Hand the record to every replica of its places; return the highest seq that one of them knows.
 
         Raises:
             NetworkError: none answered.
             RemoteRefused: those that answered refused it.
         """
-        answers = await self._ask_all(m.Announce(record=signed.to_bytes()))
+        record = verify(signed)
+        for is_last in (False, True):
+            ring = await self._view.ring()
+            places = self._places_to_tell(record)
+            avoid = () if len(ring) <= N_REPLICAS else self._view.avoided()
+            try:
+                answers = await self._ask_all(writers(ring, places, avoid), m.Announce(record=signed.to_bytes()))
+                break
+            except RemoteRefused as error:
+                if is_last or error.remote_code != m.ErrorCode.NOT_FOUND:
+                    raise
+                self._view.forget()  # it is stored elsewhere now
+        if places and not isinstance(record, Withdrawal):
+            self._published[record.kind, record.model] = places
         return max(answer.highest_seq for answer in answers if isinstance(answer, m.Accepted))
 
-    async def holders(self, model: ModelId) -> list[ExpertAnnouncement]:
-        """Return the live announcements of a model, the highest seq of each node, ordered by node id."""
-        records = await self._lookup(model)
-        return [record for record in records if isinstance(record, ExpertAnnouncement)]
+    # Asking
+
+    async def holders(self, model: ModelId, n_expert: int | None = None) -> list[ExpertAnnouncement]:
+        """Return the live announcements of a model, the highest seq of each node, ordered by node id.
+
+        `n_expert`, where the caller knows it, saves asking for the model's offers in a large ring.
+        """
+        now = asyncio.get_running_loop().time()
+        until, known = self._fresh.get(model, (now, []))
+        if now < until:
+            return list(known)
+        places: list[Place] = [(model, OFFERS)]
+        try:
+            if is_large := len(await self._view.ring()) > N_REPLICAS:
+                n_expert = n_expert or await self._count_experts(model)
+                places = [(model, bucket) for bucket in expert_buckets(n_expert)]
+        except NetworkError as error:
+            return [record for record in self._go_on(model, error) if isinstance(record, ExpertAnnouncement)]
+        records = await self._look_up(places, model)
+        holders = [record for record in records if isinstance(record, ExpertAnnouncement)]
+        if is_large and self._watched_models[model]:
+            self._fresh[model] = now + FRESH_S, holders
+        return list(holders)
 
     async def offers(self, model: ModelId | None = None) -> list[ModelOffer]:
         """Return the live offers of one model, or of all, ordered by node id."""
-        records = await self._lookup(model)
+        records = await self._look_up([THE_DIRECTORY if model is None else (model, OFFERS)], model)
         return [record for record in records if isinstance(record, ModelOffer)]
 
-    async def records(self) -> list[Record]:
-        """Return every live record, ordered by node id."""
-        return await self._lookup(None)
+    async def histograms(self, model: ModelId) -> list[RoutingHistogram]:
+        """Return how the model's backbones use its experts, by backbone."""
+        records = await self._look_up([(model, HISTOGRAMS)], model)
+        return [record for record in records if isinstance(record, RoutingHistogram)]
+
+    async def records(self) -> list[Lease]:
+        """Return every live record, ordered by node id; in a large ring only those of models that somebody offers."""
+        ring = await self._view.ring()
+        found: list[Lease] = await self._look_up([THE_DIRECTORY], None)
+        if len(ring) > N_REPLICAS:
+            for model in sorted({record.model for record in found}):
+                found += await self.holders(model)
+        return sorted(found, key=lambda record: (record.node, record.kind, record.model))
 
     async def observed_address(self) -> str:
         """Return `host:port` of our endpoint as the first registry node that answers sees it."""
-        error: SwarmError = NetworkError("it does not say where it sees us")
-        for node in self._nodes:
+        return await self._view.observed_address()
+
+    async def watch(self, model: ModelId, on_change: Callable[[Sequence[Record]], None]) -> None:
+        """Call `on_change` for ever with what is new of a model, soon after it happens: records and withdrawals.
+
+        Renewals are no news, and the end of a lease is not told: whoever keeps records lets them expire. What was there at
+        the start is not told either. Each registry node tells what is new to itself: the same record may come twice, and one
+        that is older than another told before; the higher seq counts.
+        """
+        self._watched_models[model] += 1
+        try:
+            await self._watch_all(model, on_change)
+        finally:
+            self._watched_models[model] -= 1
+            self._fresh.pop(model, None)
+
+    async def _watch_all(self, model: ModelId, on_change: Callable[[Sequence[Record]], None]) -> None:
+        cursors: dict[NodeId, int] = {}
+        while True:
             try:
-                connection = await self._connection(node)
-            except (NetworkError, RemoteProtocolError) as failure:
-                error = failure
+                contacts = [self._view.contact(key) for key in await self._watched(model)]
+            except (NetworkError, RemoteRefused) as error:
+                logger.debug("cannot watch the registry: %s", error)
+                await asyncio.sleep(WATCH_RETRY_S)
                 continue
-            if connection.observed_address:
-                return connection.observed_address
-        raise self._unreachable(error)
+            try:
+                async with asyncio.timeout(MEMBERS_S), asyncio.TaskGroup() as tasks:
+                    for contact in contacts:
+                        tasks.create_task(self._watch_one(contact, model, cursors, on_change))
+            except TimeoutError:
+                continue  # others may store it now
 
-    async def _lookup(self, model: ModelId | None) -> list[Record]:
-        best: dict[tuple[NodeId, str, ModelId], Record] = {}
-        for answer in await self._ask_all(m.Lookup(model_id=model)):
-            assert isinstance(answer, m.Records)  # the session checks an answer's type
-            for record in await _read_records(answer):
-                if model is not None and record.model != model:
-                    continue
-                key = (record.node, record.kind, record.model)
-                if key not in best or record.seq > best[key].seq:
-                    best[key] = record
-        return sorted(best.values(), key=lambda record: (record.node, record.kind, record.model))
+    # Who stores what
 
-    async def _ask_all(self, request: m.Request) -> list[m.Response]:
+    async def members(self) -> Mapping[NodeId, str | None]:
+        """Return the registry nodes that store records, each with the network that it is counted under."""
+        return (await self._view.ring()).members
+
+    def forget_view(self) -> None:
+        """Ask who stores records before the next request, however lately that was asked."""
+        self._view.forget()
+
+    def _places_to_tell(self, record: Record) -> tuple[Place, ...]:
+        if not isinstance(record, Withdrawal):
+            return places_of(record)
+        known = self._published.get((record.withdraws, record.model))
+        if known is not None:
+            return known
+        buckets = {RecordKind.MODEL: [OFFERS], RecordKind.HISTOGRAM: [HISTOGRAMS]}.get(
+            record.withdraws, list(range(N_EXPERT_BUCKETS))
+        )
+        return tuple((record.model, bucket) for bucket in buckets)
+
+    async def _count_experts(self, model: ModelId) -> int:
+        if model not in self._n_expert:
+            offers = await self.offers(model)
+            if not offers:
+                return N_EXPERT_BUCKETS  # four buckets: most models that nobody offers now
+            self._n_expert[model] = max(offer.n_expert for offer in offers)
+        return self._n_expert[model]
+
+    async def _watched(self, model: ModelId) -> set[NodeId]:
+        ring = await self._view.ring()
+        if len(ring) <= N_REPLICAS:
+            return set(ring.members)
+        places = [(model, bucket) for bucket in expert_buckets(await self._count_experts(model))]
+        return {node for place in places for node in ring.closest(place, N_WATCHED)}
+
+    async def _watch_one(
+        self,
+        contact: Contact,
+        model: ModelId,
+        cursors: dict[NodeId, int],
+        on_change: Callable[[Sequence[Record]], None],
+    ) -> None:
+        while True:
+            try:
+                cursor = cursors.get(contact.key)
+                request = m.Watch(model_id=model, cursor=cursor or 0)
+                answer = await contact.request(request, timeout_s=WATCH_TIMEOUT_S)
+                assert isinstance(answer, m.Changes)  # the session checks an answer's type
+                cursors[contact.key] = answer.cursor
+                records = await self._reader.read(answer.records)
+                news = [record for record, _ in records if record.model == model]
+                if cursor is not None and news:
+                    self._fresh.pop(model, None)
+                    on_change(news)
+            except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
+                logger.debug("cannot watch registry node %s: %s", contact.key.short, error)
+                await asyncio.sleep(WATCH_RETRY_S)
+
+    # Asking several at once
+
+    async def _look_up(self, places: Collection[Place], model: ModelId | None) -> list[Lease]:
+        """Return the newest live records at some places, all of one model (None: any)."""
+        try:
+            answers = await self._read_places(places, model)
+        except NetworkError as error:
+            return self._go_on(model, error)
+        self._has_answered = True
+        found = [each for answer in answers for each in await self._reader.read(answer.records)]
+        records = [(record, signed) for record, signed in found if model is None or record.model == model]
+        chosen = newest(record for record, _ in records)
+        if self._cache is not None:
+            signed_of = {id(record): signed for record, signed in records}
+            self._keep(model, [(record, signed_of[id(record)]) for record in chosen])
+            await self._save()
+        return chosen
+
+    async def _read_places(self, places: Collection[Place], model: ModelId | None) -> list[m.Records]:
+        ring = await self._view.ring()
+        has_all = len(ring) <= N_REPLICAS
+        reading = Reading(
+            ring,
+            places,
+            now=asyncio.get_running_loop().time(),
+            rtt_s=self._view.rtt_s,
+            avoid=self._view.avoided(),
+        )
+        tasks: dict[asyncio.Task[m.Response], NodeId] = {}
+        answers: list[m.Records] = []
+        errors: list[SwarmError] = []
+
+        def ask(asks: Mapping[NodeId, tuple[Place, ...]]) -> None:
+            for key, those in asks.items():
+                request = m.Lookup(model_id=model) if has_all else m.Find(places=those)
+                tasks[asyncio.create_task(self._ask(self._view.contact(key), request))] = key
+
+        ask(reading.first)
+        try:
+            while tasks and not reading.is_done(now := asyncio.get_running_loop().time()):
+                wait_s = reading.next_deadline(now) - now + 1e-4  # floats: not a moment too early
+                done, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    key = tasks.pop(task)
+                    failure = task.exception()
+                    if failure is None:
+                        answer = task.result()
+                        assert isinstance(answer, m.Records)  # the session checks an answer's type
+                        answers.append(answer)
+                        reading.answered(key)
+                    elif isinstance(failure, SwarmError):
+                        errors.append(failure)
+                        ask(reading.failed(key))
+                    else:
+                        raise failure
+            if reading.has_waited(asyncio.get_running_loop().time()):
+                for key in tasks.values():
+                    self._view.contact(key).missed()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self.n_rounds = reading.n_rounds
+        if answers:
+            return answers
+        raise self._worst(errors)
+
+    async def _ask_all(self, keys: Collection[NodeId], request: m.Request) -> list[m.Response]:
         """Return the answers of those that answered; raises NetworkError when none did."""
-        outcomes = await asyncio.gather(*(self._ask(node, request) for node in self._nodes), return_exceptions=True)
+        outcomes = await asyncio.gather(
+            *(self._ask(self._view.contact(key), request) for key in keys), return_exceptions=True
+        )
         answers: list[m.Response] = []
-        error: SwarmError | None = None
+        errors: list[SwarmError] = []
         for outcome in outcomes:
             if isinstance(outcome, SwarmError):
-                if not isinstance(error, RemoteRefused):  # a refusal says more than a dead node's silence
-                    error = outcome
+                errors.append(outcome)
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
                 answers.append(outcome)
         if answers:
             return answers
-        if isinstance(error, RemoteRefused):
+        raise self._worst(errors)
+
+    async def _ask(self, contact: Contact, request: m.Request) -> m.Response:
+        return await contact.request(request, timeout_s=REQUEST_TIMEOUT_S)
+
+    def _worst(self, errors: Sequence[SwarmError]) -> SwarmError:
+        """Return what to raise when nobody answered: a refusal says more than a dead node's silence."""
+        for error in errors:
+            if isinstance(error, RemoteRefused):
+                return error
+        return self._view.unreachable(errors[-1] if errors else None)
+
+    # What is kept on disk
+
+    def _go_on(self, model: ModelId | None, error: NetworkError) -> list[Lease]:
+        """Return what the registry said last time, if none has answered this time yet; else raise `error`."""
+        kept = self._kept.get(model, ())
+        if self._has_answered or not kept:
             raise error
-        raise self._unreachable(error)
+        logger.warning("no registry answers, going on with %d records of last time: %s", len(kept), error)
+        return [record for record, _ in kept]
 
-    async def _ask(self, node: RegistryAddress, request: m.Request) -> m.Response:
-        known = self._connections.get(node)
-        connection = await self._connection(node)
-        try:
-            return await connection.request(request, timeout_s=REQUEST_TIMEOUT_S)
-        except ConnectionLost:
-            if connection is not known:
-                raise
-        # A registry that was restarted shows only now. Asking and telling may be repeated: the same record changes nothing.
-        connection = await self._connection(node)
-        return await connection.request(request, timeout_s=REQUEST_TIMEOUT_S)
+    def _load(self, cache: RegistryCache) -> None:
+        members, records = cache.load()
+        self._view.learn(members)
+        for signed in records:
+            try:
+                record = verify(signed)
+            except RemoteProtocolError:
+                continue
+            if not isinstance(record, Withdrawal):
+                self._kept.setdefault(record.model, []).append((record, signed))
+                self._kept.setdefault(None, []).append((record, signed))
 
-    async def _connection(self, node: RegistryAddress) -> Connection:
-        async with self._locks[node]:
-            connection = self._connections.get(node)
-            if connection is None or not connection.is_open:
-                connection = await self._endpoint.dial(node.address, expected=node.node)
-                self._connections[node] = connection
-            return connection
+    def _keep(self, model: ModelId | None, found: Sequence[tuple[Lease, SignedRecord]]) -> None:
+        """Keep what was found, beside what other kinds of look-ups of the model have found."""
+        kinds = {record.kind for record, _ in found}
+        others = [(record, signed) for record, signed in self._kept.get(model, ()) if record.kind not in kinds]
+        self._kept[model] = [*others, *found]
 
-    def _unreachable(self, error: SwarmError | None) -> NetworkError:
-        where = ", ".join(format_address(node.address) for node in self._nodes)
-        return NetworkError(f"no registry answers at {where}: {error}")
-
-
-async def _read_records(answer: m.Records) -> list[Record]:
-    """Return the good records of an untrusted answer, in its order, up to the bounds above."""
-    records: list[Record] = []
-    weight = 0
-    slice_ends = time.monotonic() + READ_SLICE_S
-    for _, data in answer.records[:MAX_RECORDS_READ]:
-        if time.monotonic() >= slice_ends:
-            await asyncio.sleep(0)
-            slice_ends = time.monotonic() + READ_SLICE_S
-        try:
-            record = verify(SignedRecord.from_bytes(data))
-        except RemoteProtocolError as error:
-            logger.info("the registry passed on a bad record: %s", error)
-            continue
-        weight += _weight(record)
-        if weight > MAX_WEIGHT_READ:
-            logger.warning("the registry's answer is too large, using its first %d records", len(records))
-            break
-        records.append(record)
-    return records
-
-
-def _weight(record: Record) -> int:
-    """Return how many layers and experts a record holds in memory; layers mostly share one set."""
-    if not isinstance(record, ExpertAnnouncement):
-        return 1
-    by_layer = record.experts.by_layer
-    sets = {id(experts): len(experts) for experts in by_layer.values()}
-    return 1 + len(by_layer) + sum(sets.values())
+    async def _save(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._cache is None or now < self._save_at:
+            return
+        self._save_at = now + SAVE_S
+        records = {signed.signature: signed for kept in self._kept.values() for _, signed in kept}
+        await asyncio.to_thread(self._cache.save, self._view.member_records(), records.values())

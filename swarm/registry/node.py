@@ -1,4 +1,4 @@
-"""A registry node: answers ANNOUNCE and LOOKUP from a table of leases. Carried by the relay daemon.
+"""A registry node's shell: a `Replica` between a clock, an endpoint and other registry nodes. Carried by the relay daemon.
 
 A node that announces a loopback address from another machine is refused: it would send the others to themselves. One that
 announces it from this machine is taken, since a swarm on one machine is a swarm; others do not reach it.
@@ -6,84 +6,227 @@ announces it from this machine is taken, since a swarm on one machine is a swarm
 
 from __future__ import annotations
 
-import ipaddress
+import asyncio
+import logging
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 
-from swarm.errors import LocalProtocolError, UserError
-from swarm.ids import NodeId
-from swarm.net.addresses import is_loopback, parse_address, plain_ip
-from swarm.registry.records import Record, SignedRecord, Withdrawal, verify
-from swarm.registry.table import PutResult, RegistryTable
+from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.identity import Identity
+from swarm.ids import ModelId, NodeId
+from swarm.net.addresses import SocketAddress, parse_address
+from swarm.net.connection import Connection
+from swarm.net.endpoint import Endpoint
+from swarm.net.pool import Pool
+from swarm.registry.announcer import SequenceNumbers
+from swarm.registry.membership import MEMBER_TTL_S
+from swarm.registry.networks import prefix_of as prefix_of
+from swarm.registry.records import NO_MODEL, RecordKind, RegistryNodeRecord, SignedRecord, Withdrawal, sign
+from swarm.registry.replica import Call, Replica
+from swarm.registry.table import RegistryTable
 from swarm.wire import messages as m
 
-SERVES: tuple[type[m.Request], ...] = (m.Announce, m.Lookup)
-MAX_ANSWER_BYTES = 8 << 20  # half of a RECORDS frame's limit: thousands of holders; the rest is left out
-# What one customer of a provider usually gets (RFC 6177: a site's /48). Guessed for IPv4: a host or a small network of hosts.
-PREFIX_BITS_V4, PREFIX_BITS_V6 = 24, 48
+logger = logging.getLogger(__name__)
+
+SERVES: tuple[type[m.Request], ...] = (
+    m.Announce,
+    m.Lookup,
+    m.Find,
+    m.GetMembers,
+    m.Watch,
+    m.Gossip,
+    m.Sync,
+    m.Push,
+)
+CALL_TIMEOUT_S = 4.0  # to dial another registry node, and again for its answer
+MAX_CALLS = 32  # at a time; a poll's further ones are left out: they come again
+WATCH_S = 25.0  # a WATCH is answered after this long even if nothing happened; below NATs' shortest timeouts of 30 s
+MAX_WATCHES = 512  # all together; half of what an endpoint serves at a time, more are told BUSY
+LEAVE_TIMEOUT_S = 1.0
+MAX_SLEEP_S = 5.0
 
 
 class RegistryNode:
     """Serves one table. `now` is monotonic seconds: leases must not follow the wall clock's jumps."""
 
-    def __init__(self, table: RegistryTable | None = None, *, now: Callable[[], float] = time.monotonic) -> None:
-        self.table = RegistryTable() if table is None else table  # an empty table is falsy
+    def __init__(
+        self,
+        table: RegistryTable | None = None,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        own: NodeId = NodeId(bytes(32)),  # noqa: B008  # a value; for a ring of one, whose id nobody asks for
+        stores: bool = True,
+        publishers: Collection[NodeId] | None = None,
+        pick: Callable[[int], int] = random.randrange,
+    ) -> None:
+        self.replica = Replica(own, table=table, pick=pick, stores=stores, publishers=publishers)
+        self.replica.on_news = self._wake
         self._now = now
+        self._watching: dict[ModelId, set[asyncio.Event]] = {}
+        self._n_watches = 0
+
+    @property
+    def table(self) -> RegistryTable:
+        """The records."""
+        return self.replica.table
 
     def answer(self, asker: NodeId, request: m.Request, *, host: str | None = None) -> m.Response:
-        """Return the answer to a request of the authenticated node `asker`.
+        """Return the answer at once; see `Replica.answer`."""
+        return self.replica.answer(asker, request, now=self._now(), host=host)
+
+    async def serve(self, asker: NodeId, request: m.Request, *, host: str | None = None) -> m.Response:
+        """Return the answer; that to WATCH as soon as something has changed, or after WATCH_S."""
+        if not isinstance(request, m.Watch):
+            return self.answer(asker, request, host=host)
+        if self._n_watches >= MAX_WATCHES:
+            raise Overloaded("too many watch this registry node", retry_after_s=WATCH_S)
+        event = asyncio.Event()
+        self._n_watches += 1
+        waiting = self._watching.setdefault(request.model_id, set())
+        waiting.add(event)
+        try:
+            async with asyncio.timeout(WATCH_S):
+                while (changes := self.replica.changes(request, self._now())) is None:
+                    event.clear()
+                    await event.wait()
+                return changes
+        except TimeoutError:
+            return self.answer(asker, request, host=host)
+        finally:
+            self._n_watches -= 1
+            waiting.discard(event)
+            if not waiting and self._watching.get(request.model_id) is waiting:
+                del self._watching[request.model_id]
+
+    def _wake(self, model: ModelId) -> None:
+        for event in self._watching.get(model, ()):
+            event.set()
+
+
+class RingMember:
+    """Lets a RegistryNode take part in a ring: performs its calls until cancelled, then takes its leave."""
+
+    def __init__(
+        self,
+        node: RegistryNode,
+        endpoint: Endpoint,
+        identity: Identity,
+        numbers: SequenceNumbers,
+        *,
+        address: str | None,
+        seeds: Sequence[tuple[SocketAddress, NodeId | None]] = (),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare.
 
         Args:
-            host: the IP address that the asker's connection comes from; None for an asker in this process.
-
-        Raises:
-            RemoteProtocolError: a record that is malformed, forged or another node's.
-            UserError: another machine announces a loopback address.
-            Overloaded: the table, or the asker's share of it, is full.
+            address: `host:port` where the other registry nodes reach this one; None: it does not store.
+            seeds: registry nodes to ask for the others first, and the node each must be; None: whoever is there.
         """
-        if isinstance(request, m.Announce):
-            signed = SignedRecord.from_bytes(request.record)
-            record = verify(signed)
-            prefix = None if host is None else prefix_of(host)
-            if prefix is not None:
-                _refuse_loopback(record, host)
-            result = self.table.put_verified(record, signed, owner=asker, now=self._now(), prefix=prefix)
-            kind = record.withdraws if isinstance(record, Withdrawal) else record.kind
-            highest = self.table.highest_seq(record.node, kind, record.model)
-            is_new = result not in (PutResult.UNCHANGED, PutResult.STALE)
-            return m.Accepted(is_new=is_new, highest_seq=record.seq if highest is None else highest)
-        if isinstance(request, m.Lookup):
-            return self._records(request)
-        raise LocalProtocolError(f"a registry does not serve {type(request).__name__}")
+        self._node = node
+        self._replica = node.replica
+        self._endpoint = endpoint
+        self._identity = identity
+        self._numbers = numbers
+        self._address = address
+        self._seeds = list(seeds)
+        self._address_of_seed = {node: where for where, node in seeds if node is not None}
+        self._now = now
+        self._pool = Pool(endpoint)
+        self._busy: set[NodeId] = set()
+        if address is not None:
+            self._replica.store_as(self._renew_own)
+        elif seeds:
+            self._replica.stop_storing()
+        self._replica.trust_seeds(self._address_of_seed)
 
-    def _records(self, request: m.Lookup) -> m.Records:
-        now = self._now()
-        models = self.table.models(now) if request.model_id is None else [request.model_id]
-        records: list[tuple[int, bytes]] = []
-        n_bytes = 0
-        for model in models:
-            for signed, left_s in self.table.lookup(model, now):
-                data = signed.to_bytes()
-                n_bytes += len(data)
-                if n_bytes > MAX_ANSWER_BYTES or len(records) >= 0xFFFF:
-                    return m.Records(records=tuple(records))
-                records.append((int(left_s * 1000), data))
-        return m.Records(records=tuple(records))
+    async def run(self) -> None:
+        """Take part for ever."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for where, node in self._seeds:
+                    if node is None:
+                        tasks.create_task(self._find_out(where))
+                while True:
+                    for call in self._replica.poll(self._now()):
+                        if len(self._busy) < MAX_CALLS and call.node not in self._busy:
+                            self._busy.add(call.node)
+                            tasks.create_task(self._perform(call))
+                    wait_s = self._replica.next_deadline() - self._now()
+                    await asyncio.sleep(min(max(wait_s, 0.01), MAX_SLEEP_S))
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                    await self._leave()
+            await self._pool.close()
 
+    async def _perform(self, call: Call) -> None:
+        """Send a call and those that follow from its answer."""
+        calls = [call]
+        try:
+            while calls:
+                call = calls.pop(0)
+                connection = await self._connect(call.node)
+                try:
+                    answer = await connection.request(call.request, timeout_s=CALL_TIMEOUT_S)
+                except RemoteRefused as error:
+                    logger.debug("registry node %s refused: %s", call.node.short, error)
+                    self._replica.refused(call)
+                    continue
+                calls += self._replica.answered(call, answer, self._now())
+        except (NetworkError, RemoteProtocolError, Overloaded) as error:
+            logger.debug("no answer from registry node %s: %s", call.node.short, error)
+            self._replica.failed(call)
+        finally:
+            self._busy.discard(call.node)
 
-def prefix_of(host: str) -> str | None:
-    """Return the network that an IP address is counted under, as text; None for loopback, which is not counted."""
-    address = plain_ip(host)
-    if address.is_loopback:
-        return None
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(ipaddress.IPv4Network((int(address), PREFIX_BITS_V4), strict=False))
-    return str(ipaddress.IPv6Network((int(address), PREFIX_BITS_V6), strict=False))
+    async def _connect(self, node: NodeId) -> Connection:
+        addresses = [parse_address(text) for text in self._replica.membership.addresses(node)]
+        seed = self._address_of_seed.get(node)
+        if seed is not None and seed not in addresses:
+            addresses.append(seed)
+        return await self._pool.connect(node, addresses, timeout_s=CALL_TIMEOUT_S)
 
+    async def _find_out(self, where: SocketAddress) -> None:
+        """Learn which node a seed is that was given without its id."""
+        while True:
+            try:
+                connection = await self._endpoint.dial(where, expected=None)
+            except (NetworkError, RemoteProtocolError) as error:
+                logger.debug("no registry node answers yet: %s", error)
+                await asyncio.sleep(MAX_SLEEP_S)
+                continue
+            self._address_of_seed[connection.remote] = where
+            self._replica.trust_seeds([connection.remote])
+            connection.close()
+            return
 
-def _refuse_loopback(record: Record, host: str | None) -> None:
-    for text in () if isinstance(record, Withdrawal) else record.addresses:
-        if is_loopback(parse_address(text)[0]):
-            raise UserError(
-                f"nobody else reaches the announced address {text}: got it from {host}; give --advertise HOST:PORT"
-            )
+    def _renew_own(self) -> tuple[RegistryNodeRecord, SignedRecord]:
+        assert self._address is not None
+        record = RegistryNodeRecord(
+            node=self._identity.node_id,
+            seq=self._numbers.next(),
+            ttl_s=MEMBER_TTL_S,
+            addresses=(self._address,),
+        )
+        return record, sign(record, self._identity)
+
+    async def _leave(self) -> None:
+        if self._address is None:
+            return
+        record = Withdrawal(
+            node=self._identity.node_id, seq=self._numbers.next(), model=NO_MODEL, withdraws=RecordKind.REGISTRY
+        )
+        calls = self._replica.leave(record, sign(record, self._identity), self._now())
+        await asyncio.gather(*(self._tell(call) for call in calls))
+
+    async def _tell(self, call: Call) -> None:
+        connection = self._pool.connection(call.node)
+        if connection is None:
+            return  # no time to dial
+        try:
+            await connection.request(call.request, timeout_s=LEAVE_TIMEOUT_S)
+        except SwarmError as error:
+            logger.debug("left without telling registry node %s: %s", call.node.short, error)

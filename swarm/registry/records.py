@@ -13,7 +13,15 @@ The payload is an object with `kind` and that kind's fields:
     kind "experts"     node seq ttl_s model model_name experts addresses exact_kernels wire_versions
     kind "model"       node seq ttl_s model model_name n_expert n_expert_used moe_layers n_embd size_bytes addresses
                        offers_blocks
+    kind "registry"    node seq ttl_s addresses
+    kind "histogram"   node seq ttl_s model n_tokens window_s loads
     kind "withdrawal"  node seq model withdraws
+
+A "model" may also carry `sources`, where the file can be had from others; it is left out when there are none. An "experts"
+carries `is_loading` while it is only a claim: true, or left out. A "registry"
+belongs to no model: wherever a model is named for it, that is NO_MODEL. `loads` is [[layer, levels], ...], ascending;
+`levels` has one hex digit for each expert: 0 for never chosen, else 15 for the layer's most chosen one and one less for each
+factor of the square root of two below it. So 58 layers of 256 experts fit, and scarcity needs no more precision.
 
 A reader refuses an unknown kind and ignores unknown keys, so that a later version may add fields to a kind. That opens no
 second way to write a record: every payload must be canonical as a whole, unknown keys included, and the signature covers
@@ -25,35 +33,53 @@ last one it used), so that a restart is always higher. A graceful leave is a `Wi
 
 from __future__ import annotations
 
-import ipaddress
-import json
+import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
-from swarm.errors import LocalProtocolError, RemoteProtocolError, SwarmError
+from swarm.errors import RemoteProtocolError, SwarmError
 from swarm.identity import Identity, is_valid_signature
 from swarm.ids import MAX_INDEX, ExpertSet, ModelId, NodeId
+from swarm.registry.record_fields import MAX_ADDRESSES as MAX_ADDRESSES
+from swarm.registry.record_fields import MAX_LAYERS as MAX_LAYERS
+from swarm.registry.record_fields import MAX_NAME_LENGTH as MAX_NAME_LENGTH
+from swarm.registry.record_fields import MAX_PAIRS as MAX_PAIRS
+from swarm.registry.record_fields import MAX_SEQ as MAX_SEQ
+from swarm.registry.record_fields import MAX_TTL_S as MAX_TTL_S
+from swarm.registry.record_fields import (
+    canonical,
+    check_addresses,
+    check_lease,
+    check_range,
+    check_term,
+    expert_set,
+    field_of,
+    key_fields,
+    lease_fields,
+    list_of,
+    node_field,
+    parse_object,
+    parse_ranges,
+    refuse,
+)
 
 MAX_SIGNED_BYTES = 16_384  # measured: a different random half of 128 experts in each of 48 layers takes 8 KB
 SIGNATURE_BYTES = 64
-MAX_SEQ = 2**63 - 1
-MAX_TTL_S = 300  # DESIGN section 4: a dead node is forgotten within five minutes even if nobody notices
-MAX_NAME_LENGTH = 64  # characters
-MAX_ADDRESSES = 8
 MAX_WIRE_VERSIONS = 16
 MAX_WIRE_VERSION = 255
-MAX_PAIRS = (
-    131_072  # (layer, expert) pairs a record may name; guessed: 128 layers x 1,024 experts, above any known model
-)
-MAX_LAYERS = 1024  # as in swarm.model.spec; 350 bytes must not name 65,536 layers, each with a set of its own
 MAX_N_EMBD = 1 << 20  # guessed: far above any known model
+MAX_SOURCES = 8
+MAX_SOURCE_LENGTH = 300  # characters
+MAX_WINDOW_S = 30 * 24 * 3600
+TOP_LEVEL = 15  # of a histogram's most chosen expert
+NO_MODEL = ModelId(bytes(32))  # no manifest has this hash
 
 _DOMAIN = b"swarm record 1\0"
-_RANGES = re.compile(r"[0-9]{1,5}(?:-[0-9]{1,5})?(?:,[0-9]{1,5}(?:-[0-9]{1,5})?)*")
+_SOURCE = re.compile(r"(?:https|hf)://[\x21-\x7e]+")
+_LEVELS = re.compile(r"[0-9a-f]+")
 
 
 class RecordKind(StrEnum):
@@ -61,6 +87,8 @@ class RecordKind(StrEnum):
 
     EXPERTS = "experts"
     MODEL = "model"
+    REGISTRY = "registry"
+    HISTOGRAM = "histogram"
     WITHDRAWAL = "withdrawal"
 
 
@@ -72,6 +100,7 @@ class ExpertAnnouncement:
         addresses: `host:port` with an IP literal, IPv6 in brackets; the first is preferred.
         exact_kernels: started with `--exact-kernels`, so the form `exact` may be asked of it.
         wire_versions: ascending.
+        is_loading: it will hold them, but answers nothing yet: said so that two who choose at once choose differently.
     """
 
     node: NodeId
@@ -83,6 +112,7 @@ class ExpertAnnouncement:
     addresses: tuple[str, ...]
     exact_kernels: bool
     wire_versions: tuple[int, ...]
+    is_loading: bool = False
 
     @property
     def kind(self) -> RecordKind:
@@ -90,17 +120,17 @@ class ExpertAnnouncement:
         return RecordKind.EXPERTS
 
     def __post_init__(self) -> None:
-        _check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
-        _check_range("number of (layer, expert) pairs", len(self.experts), 1, MAX_PAIRS)
+        check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
+        check_range("number of (layer, expert) pairs", len(self.experts), 1, MAX_PAIRS)
         for layer, experts in self.experts.by_layer.items():
-            _check_range("layer", layer, 0, MAX_INDEX)
-            _check_range("expert", min(experts), 0, MAX_INDEX)
-            _check_range("expert", max(experts), 0, MAX_INDEX)
-        _check_range("number of wire versions", len(self.wire_versions), 1, MAX_WIRE_VERSIONS)
+            check_range("layer", layer, 0, MAX_INDEX)
+            check_range("expert", min(experts), 0, MAX_INDEX)
+            check_range("expert", max(experts), 0, MAX_INDEX)
+        check_range("number of wire versions", len(self.wire_versions), 1, MAX_WIRE_VERSIONS)
         for version in self.wire_versions:
-            _check_range("wire version", version, 1, MAX_WIRE_VERSION)
+            check_range("wire version", version, 1, MAX_WIRE_VERSION)
         if list(self.wire_versions) != sorted(set(self.wire_versions)):
-            _refuse(f"wire versions are out of order: got {self.wire_versions}, expected ascending, each once")
+            refuse(f"wire versions are out of order: got {self.wire_versions}, expected ascending, each once")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +140,7 @@ class ModelOffer:
     Attributes:
         moe_layers: the layers that have routed experts, as a range text like `1-27`.
         size_bytes: of the whole model file.
+        sources: `https://` and `hf://` names of the same file, for those who would rather not load this node.
     """
 
     node: NodeId
@@ -124,6 +155,7 @@ class ModelOffer:
     size_bytes: int
     addresses: tuple[str, ...]
     offers_blocks: bool
+    sources: tuple[str, ...] = ()
 
     @property
     def kind(self) -> RecordKind:
@@ -131,14 +163,94 @@ class ModelOffer:
         return RecordKind.MODEL
 
     def __post_init__(self) -> None:
-        _check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
-        _check_range("n_expert", self.n_expert, 1, MAX_INDEX + 1)
-        _check_range("n_expert_used", self.n_expert_used, 1, min(self.n_expert, 255))  # slots travel as u8
-        _check_range("n_embd", self.n_embd, 1, MAX_N_EMBD)
-        _check_range("size_bytes", self.size_bytes, 1, MAX_SEQ)
-        n_layers = sum(map(len, _parse_ranges(self.moe_layers, "moe_layers")))
-        _check_range("number of layers", n_layers, 1, MAX_LAYERS)
-        _check_range("number of (layer, expert) pairs", n_layers * self.n_expert, 1, MAX_PAIRS)
+        check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
+        check_range("n_expert", self.n_expert, 1, MAX_INDEX + 1)
+        check_range("n_expert_used", self.n_expert_used, 1, min(self.n_expert, 255))  # slots travel as u8
+        check_range("n_embd", self.n_embd, 1, MAX_N_EMBD)
+        check_range("size_bytes", self.size_bytes, 1, MAX_SEQ)
+        n_layers = sum(map(len, parse_ranges(self.moe_layers, "moe_layers")))
+        check_range("number of layers", n_layers, 1, MAX_LAYERS)
+        check_range("number of (layer, expert) pairs", n_layers * self.n_expert, 1, MAX_PAIRS)
+        check_range("number of sources", len(self.sources), 0, MAX_SOURCES)
+        for source in self.sources:
+            if len(source) > MAX_SOURCE_LENGTH or _SOURCE.fullmatch(source) is None:
+                refuse(
+                    f"bad source: got {source[:80]!r}, expected https:// or hf:// and at most 300 printable characters"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegistryNodeRecord:
+    """A registry node's word that it stores records and answers at these addresses."""
+
+    node: NodeId
+    seq: int
+    ttl_s: int
+    addresses: tuple[str, ...]
+
+    @property
+    def kind(self) -> RecordKind:
+        """Which payload kind writes this record."""
+        return RecordKind.REGISTRY
+
+    @property
+    def model(self) -> ModelId:
+        """NO_MODEL: it belongs to none."""
+        return NO_MODEL
+
+    def __post_init__(self) -> None:
+        check_term(self.seq, self.ttl_s)
+        check_addresses(self.addresses)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingHistogram:
+    """A backbone's word on how often its model's router chose each expert: the demand that volunteers can meet.
+
+    Attributes:
+        n_tokens: that were counted, in the last `window_s` seconds.
+        loads: (layer, levels), by layer; see the module's docstring.
+    """
+
+    node: NodeId
+    seq: int
+    ttl_s: int
+    model: ModelId
+    n_tokens: int
+    window_s: int
+    loads: tuple[tuple[int, str], ...]
+
+    @property
+    def kind(self) -> RecordKind:
+        """Which payload kind writes this record."""
+        return RecordKind.HISTOGRAM
+
+    def __post_init__(self) -> None:
+        check_term(self.seq, self.ttl_s)
+        check_range("n_tokens", self.n_tokens, 0, MAX_SEQ)
+        check_range("window_s", self.window_s, 1, MAX_WINDOW_S)
+        check_range("number of layers", len(self.loads), 1, MAX_LAYERS)
+        last = -1
+        for layer, levels in self.loads:
+            check_range("layer", layer, last + 1, MAX_INDEX)
+            check_range("number of experts", len(levels), 1, MAX_INDEX + 1)
+            if _LEVELS.fullmatch(levels) is None:
+                refuse(f"bad levels: got {levels[:40]!r}, expected one hex digit for each expert")
+            last = layer
+
+    def shares(self, layer: int) -> tuple[float, ...]:
+        """Return each expert's share of the layer's choices, as far as levels tell; empty for a layer that is not there."""
+        levels = dict(self.loads).get(layer, "")
+        weights = [2.0 ** ((int(digit, 16) - TOP_LEVEL) / 2) if digit != "0" else 0.0 for digit in levels]
+        total = sum(weights)
+        return tuple(weight / total if total else 0.0 for weight in weights)
+
+
+def levels_of(counts: Sequence[int]) -> str:
+    """Return the hex digits that a histogram carries for one layer: `counts[e]` is how often expert e was chosen."""
+    top = max(counts, default=0)
+    digits = (max(1, TOP_LEVEL - round(2 * math.log2(top / count))) if count > 0 else 0 for count in counts)
+    return "".join(f"{digit:x}" for digit in digits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,12 +268,13 @@ class Withdrawal:
         return RecordKind.WITHDRAWAL
 
     def __post_init__(self) -> None:
-        _check_range("seq", self.seq, 0, MAX_SEQ)
+        check_range("seq", self.seq, 0, MAX_SEQ)
         if self.withdraws is RecordKind.WITHDRAWAL:
-            _refuse("bad withdrawal: got a withdrawal of a withdrawal, expected one of experts or model")
+            refuse("bad withdrawal: got a withdrawal of a withdrawal, expected another kind")
 
 
-Record = ExpertAnnouncement | ModelOffer | Withdrawal
+Lease = ExpertAnnouncement | ModelOffer | RegistryNodeRecord | RoutingHistogram
+Record = Lease | Withdrawal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +286,8 @@ class SignedRecord:
 
     def __post_init__(self) -> None:
         if len(self.signature) != SIGNATURE_BYTES:
-            _refuse(f"signature has a wrong length: got {len(self.signature)} bytes, expected {SIGNATURE_BYTES}")
-        _check_range("signed record's size in bytes", self.size_bytes, SIGNATURE_BYTES + 1, MAX_SIGNED_BYTES)
+            refuse(f"signature has a wrong length: got {len(self.signature)} bytes, expected {SIGNATURE_BYTES}")
+        check_range("signed record's size in bytes", self.size_bytes, SIGNATURE_BYTES + 1, MAX_SIGNED_BYTES)
 
     @property
     def size_bytes(self) -> int:
@@ -202,8 +315,8 @@ def sign(record: Record, identity: Identity) -> SignedRecord:
         LocalProtocolError: the record speaks for another node, or is over 16 KB (a set of experts in very many ranges).
     """
     if record.node != identity.node_id:
-        _refuse(f"record speaks for another node: got {record.node.short}, expected {identity.node_id.short}")
-    payload = _canonical(_fields_of(record))
+        refuse(f"record speaks for another node: got {record.node.short}, expected {identity.node_id.short}")
+    payload = canonical(_fields_of(record))
     return SignedRecord(payload=payload, signature=identity.sign(_DOMAIN + payload))
 
 
@@ -228,100 +341,32 @@ def printable_name(text: str) -> str:
     return clean or "unnamed"
 
 
-def _refuse(message: str) -> NoReturn:
-    raise LocalProtocolError(message)
-
-
-def _check_range(what: str, value: int, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:  # a bool is an int to isinstance
-        _refuse(f"bad {what}: got {value!r:.40}, expected {low} to {high}")
-
-
-def _check_lease(seq: int, ttl_s: int, model_name: str, addresses: tuple[str, ...]) -> None:
-    _check_range("seq", seq, 0, MAX_SEQ)
-    _check_range("ttl_s", ttl_s, 1, MAX_TTL_S)
-    if not 1 <= len(model_name) <= MAX_NAME_LENGTH or not model_name.isprintable():
-        _refuse(f"bad model name: got {model_name[:80]!r}, expected 1 to {MAX_NAME_LENGTH} printable characters")
-    _check_range("number of addresses", len(addresses), 1, MAX_ADDRESSES)
-    if len(set(addresses)) != len(addresses):
-        _refuse(f"an address is named twice: got {addresses}")
-    for address in addresses:
-        _check_address(address)
-
-
-def _check_address(text: str) -> None:
-    """Raise LocalProtocolError unless `text` is a port and the one canonical form of an IP literal that can be dialled."""
-    host, _, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    bare = host[1:-1] if bracketed else host
-    try:
-        address = ipaddress.ip_address(bare)
-    except ValueError:
-        _refuse(
-            f"bad address: got {text[:64]!r}, expected an IP literal and a port like 192.0.2.1:7440 or [2001:db8::1]:7440"
-        )
-    canonical = f"[{address}]" if address.version == 6 else str(address)
-    if canonical != host or "%" in host or address.is_multicast or address.is_unspecified:
-        _refuse(f"bad address: got {text[:64]!r}, expected a unicast IP literal in its shortest form, without a zone")
-    if re.fullmatch(r"[1-9][0-9]{0,4}", port) is None or int(port) > 65_535:
-        _refuse(f"bad port: got {text[:64]!r}, expected a port from 1 to 65535")
-
-
-def _parse_ranges(text: str, what: str) -> list[range]:
-    """Return the ranges of an untrusted canonical range text, not yet expanded: ascending, apart, without leading zeros."""
-    if _RANGES.fullmatch(text) is None:
-        _refuse(f"cannot read {what}: got {text[:40]!r}, expected numbers and ranges like 12-19,40")
-    ranges: list[range] = []
-    for part in text.split(","):
-        low, _, high = part.partition("-")
-        found = range(int(low), int(high or low) + 1)
-        canonical = f"{found[0]}-{found[-1]}" if len(found) > 1 else f"{found.start}"
-        if part != canonical or found.stop > MAX_INDEX + 1 or (ranges and found.start <= ranges[-1].stop):
-            _refuse(f"bad range of {what}: got {part!r}, expected ascending ranges, none touching, up to {MAX_INDEX}")
-        ranges.append(found)
-    return ranges
-
-
-def _expert_set(groups: Iterable[Any]) -> ExpertSet:
-    """Return the set that untrusted [[layers, experts], ...] writes; counted before anything is expanded."""
-    parsed: list[tuple[list[range], list[range]]] = []
-    n_pairs = n_layers = 0
-    for group in groups:
-        if not (isinstance(group, list) and len(group) == 2 and all(isinstance(text, str) for text in group)):
-            _refuse("bad group of experts: expected a pair of range texts")
-        layers, experts = _parse_ranges(group[0], "layers"), _parse_ranges(group[1], "experts")
-        n_layers += sum(map(len, layers))
-        _check_range("number of layers", n_layers, 1, MAX_LAYERS)
-        n_pairs += sum(map(len, layers)) * sum(map(len, experts))
-        _check_range("number of (layer, expert) pairs", n_pairs, 1, MAX_PAIRS)
-        parsed.append((layers, experts))
-    by_layer: dict[int, frozenset[int]] = {}
-    for layers, experts in parsed:
-        chosen = frozenset(chain.from_iterable(experts))  # one set, shared by the group's layers
-        by_layer.update((layer, chosen) for layer in chain.from_iterable(layers))
-    return ExpertSet(by_layer)
-
-
-def _canonical(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode("ascii")
-
-
 def _fields_of(record: Record) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "kind": record.kind.value,
-        "node": str(record.node),
-        "seq": record.seq,
-        "model": str(record.model),
-    }
+    fields: dict[str, Any] = {"kind": record.kind.value, "node": str(record.node), "seq": record.seq}
+    if isinstance(record, RegistryNodeRecord):
+        return fields | {"ttl_s": record.ttl_s, "addresses": list(record.addresses)}
+    fields["model"] = str(record.model)
     if isinstance(record, Withdrawal):
         return fields | {"withdraws": record.withdraws.value}
+    if isinstance(record, RoutingHistogram):
+        loads = [[layer, levels] for layer, levels in record.loads]
+        return fields | {
+            "ttl_s": record.ttl_s,
+            "n_tokens": record.n_tokens,
+            "window_s": record.window_s,
+            "loads": loads,
+        }
     fields |= {"ttl_s": record.ttl_s, "model_name": record.model_name, "addresses": list(record.addresses)}
     if isinstance(record, ExpertAnnouncement):
+        if record.is_loading:
+            fields["is_loading"] = True
         return fields | {
             "experts": [list(group) for group in record.experts.grouped()],
             "exact_kernels": record.exact_kernels,
             "wire_versions": list(record.wire_versions),
         }
+    if record.sources:
+        fields["sources"] = list(record.sources)
     return fields | {
         "n_expert": record.n_expert,
         "n_expert_used": record.n_expert_used,
@@ -332,85 +377,74 @@ def _fields_of(record: Record) -> dict[str, Any]:
     }
 
 
-def _not_an_integer(text: str) -> NoReturn:
-    _refuse(f"bad number: got {text[:40]!r}, expected an integer")
-
-
 def _parse(payload: bytes) -> Record:
     """Return the record of an untrusted payload. Raises SwarmError, ValueError or RecursionError."""
-    fields = json.loads(payload.decode("ascii"), parse_float=_not_an_integer, parse_constant=_not_an_integer)
-    if not isinstance(fields, dict):
-        _refuse("payload is not an object")
-    if _canonical(fields) != payload:  # also finds duplicate keys, spaces and other escapes
-        _refuse("payload is not canonical JSON")
-    kind = _get(fields, "kind", str)
+    fields = parse_object(payload)
+    kind = field_of(fields, "kind", str)
     parser = _PARSERS.get(kind)
     if parser is None:
-        _refuse(f"unknown kind: got {kind[:40]!r}, expected one of {', '.join(_PARSERS)}")
+        refuse(f"unknown kind: got {kind[:40]!r}, expected one of {', '.join(_PARSERS)}")
     return parser(fields)
 
 
 def _parse_experts(fields: dict[str, Any]) -> ExpertAnnouncement:
     record = ExpertAnnouncement(
-        **_lease_fields(fields),
-        experts=_expert_set(_get(fields, "experts", list)),
-        exact_kernels=_get(fields, "exact_kernels", bool),
-        wire_versions=tuple(_get_list(fields, "wire_versions", int)),
+        **lease_fields(fields),
+        experts=expert_set(field_of(fields, "experts", list)),
+        exact_kernels=field_of(fields, "exact_kernels", bool),
+        wire_versions=tuple(list_of(fields, "wire_versions", int)),
+        is_loading="is_loading" in fields and field_of(fields, "is_loading", bool),
     )
     if [list(group) for group in record.experts.grouped()] != fields["experts"]:
-        _refuse("groups of experts are not canonical: expected one per distinct set, by lowest layer")
+        refuse("groups of experts are not canonical: expected one per distinct set, by lowest layer")
     return record
 
 
 def _parse_offer(fields: dict[str, Any]) -> ModelOffer:
     return ModelOffer(
-        **_lease_fields(fields),
-        n_expert=_get(fields, "n_expert", int),
-        n_expert_used=_get(fields, "n_expert_used", int),
-        moe_layers=_get(fields, "moe_layers", str),
-        n_embd=_get(fields, "n_embd", int),
-        size_bytes=_get(fields, "size_bytes", int),
-        offers_blocks=_get(fields, "offers_blocks", bool),
+        **lease_fields(fields),
+        n_expert=field_of(fields, "n_expert", int),
+        n_expert_used=field_of(fields, "n_expert_used", int),
+        moe_layers=field_of(fields, "moe_layers", str),
+        n_embd=field_of(fields, "n_embd", int),
+        size_bytes=field_of(fields, "size_bytes", int),
+        offers_blocks=field_of(fields, "offers_blocks", bool),
+        sources=tuple(list_of(fields, "sources", str)) if "sources" in fields else (),
+    )
+
+
+def _parse_registry_node(fields: dict[str, Any]) -> RegistryNodeRecord:
+    return RegistryNodeRecord(
+        node=node_field(fields),
+        seq=field_of(fields, "seq", int),
+        ttl_s=field_of(fields, "ttl_s", int),
+        addresses=tuple(list_of(fields, "addresses", str)),
+    )
+
+
+def _parse_histogram(fields: dict[str, Any]) -> RoutingHistogram:
+    loads = []
+    for item in list_of(fields, "loads", list):
+        if len(item) != 2 or type(item[0]) is not int or type(item[1]) is not str:
+            refuse("bad item of loads: expected a layer and its levels")
+        loads.append((item[0], item[1]))
+    return RoutingHistogram(
+        **key_fields(fields),
+        ttl_s=field_of(fields, "ttl_s", int),
+        n_tokens=field_of(fields, "n_tokens", int),
+        window_s=field_of(fields, "window_s", int),
+        loads=tuple(loads),
     )
 
 
 def _parse_withdrawal(fields: dict[str, Any]) -> Withdrawal:
-    return Withdrawal(**_key_fields(fields), withdraws=RecordKind(_get(fields, "withdraws", str)))
+    return Withdrawal(**key_fields(fields), withdraws=RecordKind(field_of(fields, "withdraws", str)))
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any]], Record]] = {
     RecordKind.EXPERTS.value: _parse_experts,
     RecordKind.MODEL.value: _parse_offer,
+    RecordKind.REGISTRY.value: _parse_registry_node,
+    RecordKind.HISTOGRAM.value: _parse_histogram,
     RecordKind.WITHDRAWAL.value: _parse_withdrawal,
 }
-
-
-def _key_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    node_text, model_text = _get(fields, "node", str), _get(fields, "model", str)
-    node, model = NodeId.parse(node_text), ModelId.parse(model_text)
-    if str(node) != node_text or str(model) != model_text:  # base32 and hex can be written in several ways
-        _refuse("node or model id is not in its canonical form")
-    return {"node": node, "model": model, "seq": _get(fields, "seq", int)}
-
-
-def _lease_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    return _key_fields(fields) | {
-        "ttl_s": _get(fields, "ttl_s", int),
-        "model_name": _get(fields, "model_name", str),
-        "addresses": tuple(_get_list(fields, "addresses", str)),
-    }
-
-
-def _get(fields: dict[str, Any], name: str, kind: type) -> Any:
-    value = fields.get(name)
-    if type(value) is not kind:
-        _refuse(f"bad field {name}: got {type(value).__name__}, expected {kind.__name__}")
-    return value
-
-
-def _get_list(fields: dict[str, Any], name: str, kind: type) -> list[Any]:
-    values: list[Any] = _get(fields, name, list)
-    for value in values:
-        if type(value) is not kind:
-            _refuse(f"bad item of {name}: got {type(value).__name__}, expected {kind.__name__}")
-    return values

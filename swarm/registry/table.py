@@ -3,7 +3,7 @@
 Pure: `now` is monotonic seconds from the caller, never smaller than in an earlier call. Knows no sockets and asks nobody;
 a `prefix` is whatever the caller says stands for one owner of addresses, None for nobody who needs a limit.
 
-A slot is one (node, kind, model). Its life:
+A slot is one (node, kind, model); the places that its record is asked for at are `ring`'s. Its life:
 
     absent -> live       put of a verified record from its own node's connection
     live   -> live       put with a higher seq: replaces and renews
@@ -11,11 +11,14 @@ A slot is one (node, kind, model). Its life:
     remembered -> live   put with a higher seq than any seen before
     remembered -> absent 24 h later: until then an old record that is sent again finds its seq too low
 
+A withdrawal itself is kept for the longest lease, as proof for the replicas that have missed it.
+
 Rules that are easy to get wrong:
 - The same record again changes nothing and does NOT renew. Otherwise whoever kept a copy could hold a dead node alive; an
   announcer renews with a higher seq. Another record with an equal seq is stale: the first one stands.
 - A full table refuses what is new with Overloaded. It never evicts a live record, so a flood of new nodes cannot push out
   the ones that serve. Only remembered slots (they protect against replay, nobody looks them up) give way, oldest first.
+- What another replica passes on lives as long as it had left there, never longer.
 - Keys cost nothing, addresses do: a prefix fills at most its share of the table, live and remembered slots together, so that
   one host can neither fill the table nor push the others' remembered slots out. A slot counts for the prefix that its
   last record came from.
@@ -24,17 +27,24 @@ Rules that are easy to get wrong:
 from __future__ import annotations
 
 import heapq
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from hashlib import blake2b
 
 from swarm.errors import IdentityMismatch, Overloaded
 from swarm.ids import ModelId, NodeId
-from swarm.registry.records import Record, RecordKind, SignedRecord, Withdrawal, verify
+from swarm.registry.records import MAX_TTL_S, Record, RecordKind, SignedRecord, Withdrawal, verify
+from swarm.registry.ring import Place, places_of
 
 REMEMBER_S = 24 * 3600.0  # DESIGN section 4: the highest seq outlives its record by 24 h
 FULL_RETRY_S = 30.0  # guessed: leases last minutes, so room rarely appears sooner
 
+TAG_BYTES = 8  # of a slot, in what replicas tell each other; a collision only delays a repair
+
 Key = tuple[NodeId, RecordKind, ModelId]
+_SEQ = re.compile(rb'"seq":[0-9]+')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +76,10 @@ class _Slot:
     until: float  # live: when the lease ends; remembered: when the seq is forgotten
     signed: SignedRecord | None  # None: remembered
     prefix: str | None  # that its last record came from
+    places: tuple[Place, ...]
+    content: int  # hash of the record without its seq, to tell a renewal from news
+    tag: bytes
+    proof: SignedRecord | None = None  # remembered: the withdrawal that ended it
 
 
 @dataclass(slots=True)
@@ -79,12 +93,17 @@ class _Share:
 class RegistryTable:
     """The one owner of a registry node's records."""
 
-    def __init__(self, limits: TableLimits | None = None) -> None:
+    def __init__(
+        self, limits: TableLimits | None = None, *, on_change: Callable[[Key, SignedRecord | None], None] | None = None
+    ) -> None:
+        """`on_change` is told of what is new (not of a mere renewal): the slot, and its record or withdrawal, None: expired."""
         self._limits = limits or TableLimits()
+        self.on_change = on_change
         self._slots: dict[Key, _Slot] = {}
         self._keys_of_node: dict[NodeId, set[Key]] = {}
         self._share_of_prefix: dict[str, _Share] = {}
         self._live_of_model: dict[ModelId, set[Key]] = {}
+        self._keys_at: dict[Place, set[Key]] = {}  # live, or withdrawn with the proof at hand
         self._remembered: dict[Key, None] = {}  # ordered by `until`: each enters at the latest time so far
         self._leases: list[tuple[float, Key]] = []  # a heap; entries whose slot has moved on are skipped
         self._n_live = 0
@@ -117,26 +136,45 @@ class RegistryTable:
         return self.put_verified(verify(signed), signed, owner=owner, now=now, prefix=prefix)
 
     def put_verified(
-        self, record: Record, signed: SignedRecord, *, owner: NodeId, now: float, prefix: str | None = None
+        self,
+        record: Record,
+        signed: SignedRecord,
+        *,
+        owner: NodeId | None,
+        now: float,
+        prefix: str | None = None,
+        left_s: float | None = None,
     ) -> PutResult:
-        """Do what `put` does, for a caller that has `record = verify(signed)` already: verifying is the dear part."""
+        """Do what `put` does, for a caller that has `record = verify(signed)` already: verifying is the dear part.
+
+        Args:
+            owner: None: another replica passed it on, and the caller has judged that it may.
+            left_s: what it had left there.
+        """
         self.expire(now)
-        if record.node != owner:
+        if owner is not None and record.node != owner:
             raise IdentityMismatch(
                 f"record from a foreign connection: got node {record.node.short}, expected {owner.short}"
             )
         if isinstance(record, Withdrawal):
-            return self._withdraw((record.node, record.withdraws, record.model), record.seq, now)
+            return self._withdraw((record.node, record.withdraws, record.model), record.seq, signed, now)
         key = (record.node, record.kind, record.model)
         slot = self._slots.get(key)
         if slot is not None and record.seq <= slot.seq:
             return PutResult.UNCHANGED if slot.signed == signed else PutResult.STALE
         self._make_room(key, slot, signed, prefix)
+        until = now + (record.ttl_s if left_s is None else min(left_s, record.ttl_s))
+        content = hash(_SEQ.sub(b"", signed.payload, count=1))
+        if slot is not None and slot.signed is not None and slot.content == content and slot.prefix == prefix:
+            return self._renew(key, slot, record.seq, until, signed)  # the common case, kept short
         was_live = slot is not None and slot.signed is not None
         if slot is not None:
             self._take_out(key, slot)
             self._leave(slot.prefix, key)
-        self._slots[key] = _Slot(record.seq, now + record.ttl_s, signed, prefix)
+        places = places_of(record)
+        self._slots[key] = _Slot(record.seq, until, signed, prefix, places, content, _tag_of(key))
+        for place in places:
+            self._keys_at.setdefault(place, set()).add(key)
         if prefix is not None:
             share = self._share_of_prefix.setdefault(prefix, _Share())
             share.keys.add(key)
@@ -145,8 +183,20 @@ class RegistryTable:
         self._live_of_model.setdefault(record.model, set()).add(key)
         self._n_live += 1
         self._n_bytes += signed.size_bytes
-        self._push_lease(now + record.ttl_s, key)
+        self._push_lease(until, key)
+        if self.on_change is not None and not (was_live and slot is not None and slot.content == content):
+            self.on_change(key, signed)
         return PutResult.REPLACED if was_live else PutResult.STORED
+
+    def _renew(self, key: Key, slot: _Slot, seq: int, until: float, signed: SignedRecord) -> PutResult:
+        assert slot.signed is not None
+        n_more = signed.size_bytes - slot.signed.size_bytes
+        self._n_bytes += n_more
+        if slot.prefix is not None:
+            self._share_of_prefix[slot.prefix].n_bytes += n_more
+        slot.seq, slot.until, slot.signed = seq, until, signed
+        self._push_lease(until, key)
+        return PutResult.REPLACED
 
     def lookup(self, model: ModelId, now: float) -> list[tuple[SignedRecord, float]]:
         """Return the model's live records with the seconds that each still has (above 0), ordered by node and kind."""
@@ -157,11 +207,69 @@ class RegistryTable:
                 found.append((slot.signed, slot.until - now))
         return found
 
+    def find(self, places: Iterable[Place], now: float) -> list[tuple[SignedRecord, float]]:
+        """Return what is known at `places`, each once, by node: live records, and withdrawals while they are proof."""
+        keys = {key for place in places for key in self._keys_at.get(place, ())}
+        found: list[tuple[SignedRecord, float]] = []
+        for key in sorted(keys):
+            signed, left_s = self._told(key, now)
+            if signed is not None:
+                found.append((signed, left_s))
+        return found
+
+    def places(self) -> list[Place]:
+        """Return the places of which something is known, in no order."""
+        return list(self._keys_at)
+
+    def entries(self, place: Place, now: float) -> dict[bytes, int]:
+        """Return tag -> seq of all that `find` returns for `place`."""
+        known = {}
+        for key in list(self._keys_at.get(place, ())):
+            if self._told(key, now)[0] is not None:
+                slot = self._slots[key]
+                known[slot.tag] = slot.seq
+        return known
+
+    def take(self, place: Place, tags: Iterable[bytes], now: float) -> list[tuple[SignedRecord, float]]:
+        """Return what `find` returns for `place`, of these tags."""
+        wanted = set(tags)
+        keys = [key for key in self._keys_at.get(place, ()) if self._slots[key].tag in wanted]
+        return [(signed, left_s) for signed, left_s in (self._told(key, now) for key in keys) if signed is not None]
+
+    def told(self, key: Key, now: float) -> tuple[SignedRecord, float] | None:
+        """Return one slot's live record, or the withdrawal that ended it, with the seconds that has left; None: neither."""
+        if key not in self._slots:
+            return None
+        signed, left_s = self._told(key, now)
+        return None if signed is None else (signed, left_s)
+
+    def _told(self, key: Key, now: float) -> tuple[SignedRecord | None, float]:
+        """Return what others are told of a slot, with the time that has left; a proof that is over is let go of here."""
+        slot = self._slots[key]
+        if slot.signed is not None:
+            return (slot.signed, slot.until - now) if slot.until > now else (None, 0.0)
+        left_s = slot.until - REMEMBER_S + MAX_TTL_S - now
+        if slot.proof is not None and left_s > 0:
+            return slot.proof, left_s
+        self._let_go(key, slot)
+        return None, 0.0
+
     def models(self, now: float) -> list[ModelId]:
         """Return the models with at least one live record, ascending."""
         return sorted(
             model for model, keys in self._live_of_model.items() if any(self._slots[key].until > now for key in keys)
         )
+
+    def knows(self, record: Record) -> bool:
+        """Return whether that record, its withdrawal, or a later one of the same slot was seen."""
+        kind = record.withdraws if isinstance(record, Withdrawal) else record.kind
+        slot = self._slots.get((record.node, kind, record.model))
+        return slot is not None and slot.seq >= record.seq
+
+    def places_at(self, node: NodeId, kind: RecordKind, model: ModelId) -> tuple[Place, ...]:
+        """Return the places of a slot that is known; nothing for another."""
+        slot = self._slots.get((node, kind, model))
+        return () if slot is None else slot.places
 
     def highest_seq(self, node: NodeId, kind: RecordKind, model: ModelId) -> int | None:
         """Return the highest seq seen for that slot; an announcer whose record was STALE goes on above it."""
@@ -175,8 +283,10 @@ class RegistryTable:
             until, key = heapq.heappop(self._leases)
             slot = self._slots.get(key)
             if slot is not None and slot.signed is not None and slot.until == until:
-                self._remember(key, slot, slot.seq, until + REMEMBER_S)
+                self._remember(key, slot, slot.seq, until + REMEMBER_S, None)
                 n_expired += 1
+                if self.on_change is not None:
+                    self.on_change(key, None)
         while self._remembered:
             key = next(iter(self._remembered))
             if self._slots[key].until > now:
@@ -193,7 +303,7 @@ class RegistryTable:
             times.append(self._slots[next(iter(self._remembered))].until)
         return min(times, default=None)
 
-    def _withdraw(self, key: Key, seq: int, now: float) -> PutResult:
+    def _withdraw(self, key: Key, seq: int, signed: SignedRecord, now: float) -> PutResult:
         slot = self._slots.get(key)
         if slot is None:  # remembering seqs of what was never here would let one node fill the table
             return PutResult.UNCHANGED
@@ -202,7 +312,9 @@ class RegistryTable:
         was_live = slot.signed is not None
         if seq == slot.seq:
             return PutResult.UNCHANGED
-        self._remember(key, slot, seq, now + REMEMBER_S)
+        self._remember(key, slot, seq, now + REMEMBER_S, signed)
+        if was_live and self.on_change is not None:
+            self.on_change(key, signed)
         return PutResult.WITHDRAWN if was_live else PutResult.UNCHANGED
 
     def _make_room(self, key: Key, slot: _Slot | None, signed: SignedRecord, prefix: str | None) -> None:
@@ -250,6 +362,7 @@ class RegistryTable:
 
     def _take_out(self, key: Key, slot: _Slot) -> None:
         """Undo a slot's place in the counts and indexes of its state; it stays in `_slots`."""
+        self._let_go(key, slot)
         if slot.signed is None:
             del self._remembered[key]
             return
@@ -262,14 +375,28 @@ class RegistryTable:
         if not keys:
             del self._live_of_model[key[2]]
 
-    def _remember(self, key: Key, slot: _Slot, seq: int, until: float) -> None:
+    def _let_go(self, key: Key, slot: _Slot) -> None:
+        """Take a slot out of its places."""
+        slot.proof = None
+        for place in slot.places:
+            keys = self._keys_at.get(place)
+            if keys is not None:
+                keys.discard(key)
+                if not keys:
+                    del self._keys_at[place]
+
+    def _remember(self, key: Key, slot: _Slot, seq: int, until: float, proof: SignedRecord | None) -> None:
         self._take_out(key, slot)
-        self._slots[key] = _Slot(seq, until, None, slot.prefix)
+        self._slots[key] = _Slot(seq, until, None, slot.prefix, slot.places, slot.content, slot.tag, proof)
+        if proof is not None:
+            for place in slot.places:
+                self._keys_at.setdefault(place, set()).add(key)
         self._remembered[key] = None
         if len(self._remembered) > self._limits.max_remembered:
             self._forget(next(iter(self._remembered)))
 
     def _forget(self, key: Key) -> None:
+        self._let_go(key, self._slots[key])
         self._leave(self._slots[key].prefix, key)
         del self._remembered[key], self._slots[key]
         keys = self._keys_of_node[key[0]]
@@ -295,3 +422,7 @@ class RegistryTable:
         if len(self._leases) > 2 * self._n_live + 64:  # a node that renews in a tight loop must not grow the heap
             self._leases = [lease for lease in self._leases if self._is_current(lease)]
             heapq.heapify(self._leases)
+
+
+def _tag_of(key: Key) -> bytes:
+    return blake2b(key[0].raw + key[2].raw + key[1].value.encode(), digest_size=TAG_BYTES).digest()

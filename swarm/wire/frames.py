@@ -7,6 +7,7 @@
     0x02  HELLO         32 node id, versions, 64 signature
     0x03  WELCOME       u16 version
     0x04  REFUSAL       u16 code, text detail
+    0x05  BUSY          u32 ms to wait before trying again, text detail: a refusal with the code BUSY
     0x10  DISPATCH      8 model tag, u16 layer, u8 codec of the rows, u8 codec wanted back, u32 D, u32 N, u32 P,
                         N x u8 pairs of each row, P x u16 expert id, P x f32 weight (absent if exact is wanted back),
                         N rows
@@ -15,6 +16,16 @@
     0x21  ACCEPTED      u8 is new (0 or 1), u64 highest seq
     0x22  LOOKUP        32 model id, or nothing: which models are there?
     0x23  RECORDS       u16 n, n x (u32 ms left, u32 length, signed record)
+    0x24  FIND          u16 n, n x place
+    0x25  GET_MEMBERS   u16 n, n x 8 tag
+    0x26  MEMBERS       u16 n, n x 8 tag, records
+    0x27  WATCH         32 model id, u64 cursor
+    0x28  CHANGES       u64 cursor, records
+    0x29  GOSSIP        u16 n, n x (8 tag, u64 seq)
+    0x2a  NEWS          u16 n, n x 8 tag, records
+    0x2b  SYNC          u16 n, n x (place, 8 digest)
+    0x2c  DIFFERENCES   u16 n, n x (u16 index, u16 k, k x (8 tag, u64 seq))
+    0x2d  PUSH          u16 n, n x (place, 8 tag), records
     0x30  GET_MANIFEST  32 model id
     0x31  MANIFEST      canonical JSON
     0x32  GET_BLOCK     32 model id, u16 layer, u16 expert
@@ -23,6 +34,7 @@
     0x41  STATUS        one JSON object
 
     versions = u8 n, n x u16        text = u16 length, UTF-8
+    place = 32 model id, u16 bucket  records = as the body of RECORDS
 
 Types from 0x80 on may be ignored by whoever does not know them; below, an unknown type is an error.
 Each type has a largest body (LIMITS), checked on the header, before any memory is taken for the body.
@@ -33,6 +45,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,12 +67,23 @@ class FrameType(IntEnum):
     HELLO = 0x02
     WELCOME = 0x03
     REFUSAL = 0x04
+    BUSY = 0x05
     DISPATCH = 0x10
     RESULT = 0x11
     ANNOUNCE = 0x20
     ACCEPTED = 0x21
     LOOKUP = 0x22
     RECORDS = 0x23
+    FIND = 0x24
+    GET_MEMBERS = 0x25
+    MEMBERS = 0x26
+    WATCH = 0x27
+    CHANGES = 0x28
+    GOSSIP = 0x29
+    NEWS = 0x2A
+    SYNC = 0x2B
+    DIFFERENCES = 0x2C
+    PUSH = 0x2D
     GET_MANIFEST = 0x30
     MANIFEST = 0x31
     GET_BLOCK = 0x32
@@ -75,12 +99,23 @@ LIMITS: dict[FrameType, int] = {
     FrameType.HELLO: KB,
     FrameType.WELCOME: 2,
     FrameType.REFUSAL: 2 * KB,
+    FrameType.BUSY: 2 * KB,
     FrameType.DISPATCH: 96 * MB,
     FrameType.RESULT: 96 * MB,
     FrameType.ANNOUNCE: 20 * KB,
     FrameType.ACCEPTED: 9,
     FrameType.LOOKUP: 32,
     FrameType.RECORDS: 16 * MB,
+    FrameType.FIND: 16 * KB,
+    FrameType.GET_MEMBERS: 64 * KB,
+    FrameType.MEMBERS: 4 * MB,
+    FrameType.WATCH: 40,
+    FrameType.CHANGES: 4 * MB,
+    FrameType.GOSSIP: 128 * KB,
+    FrameType.NEWS: MB,
+    FrameType.SYNC: 64 * KB,
+    FrameType.DIFFERENCES: MB,
+    FrameType.PUSH: MB,
     FrameType.GET_MANIFEST: 32,
     FrameType.MANIFEST: 16 * MB,
     FrameType.GET_BLOCK: 36,
@@ -93,12 +128,23 @@ FRAME_TYPE_OF: dict[type[m.Message], FrameType] = {
     m.Hello: FrameType.HELLO,
     m.Welcome: FrameType.WELCOME,
     m.Refusal: FrameType.REFUSAL,
+    m.Busy: FrameType.BUSY,
     m.Dispatch: FrameType.DISPATCH,
     m.Result: FrameType.RESULT,
     m.Announce: FrameType.ANNOUNCE,
     m.Accepted: FrameType.ACCEPTED,
     m.Lookup: FrameType.LOOKUP,
     m.Records: FrameType.RECORDS,
+    m.Find: FrameType.FIND,
+    m.GetMembers: FrameType.GET_MEMBERS,
+    m.Members: FrameType.MEMBERS,
+    m.Watch: FrameType.WATCH,
+    m.Changes: FrameType.CHANGES,
+    m.Gossip: FrameType.GOSSIP,
+    m.News: FrameType.NEWS,
+    m.Sync: FrameType.SYNC,
+    m.Differences: FrameType.DIFFERENCES,
+    m.Push: FrameType.PUSH,
     m.GetManifest: FrameType.GET_MANIFEST,
     m.ManifestBytes: FrameType.MANIFEST,
     m.GetBlock: FrameType.GET_BLOCK,
@@ -114,7 +160,11 @@ MAX_ROWS = 4096
 
 _DISPATCH = struct.Struct(f"<{m.MODEL_TAG_BYTES}sHBBIII")
 _RESULT = struct.Struct("<B3xIIII")
+_ENTRY = struct.Struct(f"<{m.TAG_BYTES}sQ")
+_PLACE = struct.Struct("<32sH")
+_PLACED = struct.Struct(f"<32sH{m.TAG_BYTES}s")
 RESULT_HEAD_BYTES = _RESULT.size
+_U1, _U2, _F4 = np.dtype("u1"), np.dtype("<u2"), np.dtype("<f4")
 _MAX_TEXT_BYTES = 1000
 
 
@@ -212,8 +262,8 @@ class _Reader:
         except UnicodeDecodeError as error:
             raise RemoteProtocolError(f"{self._name} holds text that is not UTF-8") from error
 
-    def array(self, dtype: str, n: int) -> npt.NDArray[np.generic]:
-        return np.frombuffer(self.take(np.dtype(dtype).itemsize * n), dtype)
+    def array(self, dtype: np.dtype[Any], n: int) -> npt.NDArray[Any]:
+        return np.frombuffer(self.take(dtype.itemsize * n), dtype)
 
     def expect_end(self) -> None:
         if self.n_left:
@@ -234,10 +284,10 @@ def _encode_dispatch(d: m.Dispatch) -> list[bytes]:
     if n_rows > MAX_ROWS:
         raise LocalProtocolError(f"too many rows in one DISPATCH: got {n_rows}, expected at most {MAX_ROWS}")
     head = _DISPATCH.pack(d.model_tag, d.layer, d.rows_codec, d.result_codec, n_embd, n_rows, len(d.expert_ids))
-    parts = [head, d.row_counts.astype("u1", copy=False).tobytes()]
-    parts.append(d.expert_ids.astype("<u2", copy=False).tobytes())
+    parts = [head, d.row_counts.astype(_U1, copy=False).tobytes()]
+    parts.append(d.expert_ids.astype(_U2, copy=False).tobytes())
     if d.weights is not None:
-        parts.append(d.weights.astype("<f4", copy=False).tobytes())
+        parts.append(d.weights.astype(_F4, copy=False).tobytes())
     if d.encoded_rows is not None:
         assert len(d.encoded_rows) == n_rows * row_bytes(n_embd, d.rows_codec), "encoded rows of another size"
         parts.append(d.encoded_rows)
@@ -254,12 +304,16 @@ def _decode_dispatch(r: _Reader) -> m.Dispatch:
         raise RemoteProtocolError(f"too many rows in one DISPATCH: got {n_rows}, expected at most {MAX_ROWS}")
     if not n_rows or not n_embd or not n_rows <= n_pairs <= n_rows * 255:
         raise RemoteProtocolError(f"DISPATCH counts do not fit: got {n_rows} rows of {n_embd}, {n_pairs} pairs")
-    row_counts = r.array("u1", n_rows).astype(np.uint8, copy=False)
-    expert_ids = r.array("<u2", n_pairs).astype(np.uint16, copy=False)
+    row_counts = r.array(_U1, n_rows)
+    expert_ids = r.array(_U2, n_pairs).astype(np.uint16, copy=False)
     weights = None
     if result_codec is not RowCodec.EXACT:
-        weights = r.array("<f4", n_pairs).astype(np.float32, copy=False)
-    if not row_counts.all() or int(row_counts.sum(dtype=np.int64)) != n_pairs:
+        weights = r.array(_F4, n_pairs).astype(np.float32, copy=False)
+    if n_rows == 1:  # a decoded token: the reductions would take a third of the decoding
+        is_whole = int(row_counts[0]) == n_pairs
+    else:
+        is_whole = bool(row_counts.all()) and int(row_counts.sum(dtype=np.int64)) == n_pairs
+    if not is_whole:
         raise RemoteProtocolError(f"DISPATCH row counts do not add up: expected {n_pairs} pairs, each row at least one")
     rows = decode_rows(r.take(r.n_left), n_rows, n_embd, rows_codec)
     return m.Dispatch(
@@ -288,19 +342,64 @@ def _decode_result(r: _Reader) -> m.Result:
     return m.Result(codec=codec, rows=rows, compute_us=compute_us, queue_us=queue_us)
 
 
-def _encode_records(records: m.Records) -> list[bytes]:
-    parts = [struct.pack("<H", len(records.records))]
-    for left_ms, record in records.records:
+def _told(records: tuple[m.Told, ...]) -> list[bytes]:
+    parts = [struct.pack("<H", len(records))]
+    for left_ms, record in records:
         parts += [struct.pack("<II", left_ms, len(record)), record]
     return parts
 
 
-def _decode_records(r: _Reader) -> m.Records:
+def _read_told(r: _Reader) -> tuple[m.Told, ...]:
     records = []
     for _ in range(r.number("H")):
         left_ms, size = r.number("I"), r.number("I")
         records.append((left_ms, bytes(r.take(size))))
-    return m.Records(records=tuple(records))
+    return tuple(records)
+
+
+def _tags(tags: tuple[bytes, ...]) -> list[bytes]:
+    return [struct.pack("<H", len(tags)), *tags]
+
+
+def _read_tags(r: _Reader) -> tuple[bytes, ...]:
+    return tuple(bytes(r.take(m.TAG_BYTES)) for _ in range(r.number("H")))
+
+
+def _entries(entries: tuple[tuple[bytes, int], ...]) -> list[bytes]:
+    return [struct.pack("<H", len(entries)), *(_ENTRY.pack(tag, seq) for tag, seq in entries)]
+
+
+def _read_entries(r: _Reader) -> tuple[tuple[bytes, int], ...]:
+    return tuple(_ENTRY.iter_unpack(r.take(_ENTRY.size * r.number("H"))))
+
+
+def _at_places(items: tuple[tuple[m.Place, bytes], ...]) -> list[bytes]:
+    return [struct.pack("<H", len(items)), *(_PLACED.pack(model.raw, bucket, tag) for (model, bucket), tag in items)]
+
+
+def _read_at_places(r: _Reader) -> tuple[tuple[m.Place, bytes], ...]:
+    items = _PLACED.iter_unpack(r.take(_PLACED.size * r.number("H")))
+    return tuple(((ModelId(model), bucket), tag) for model, bucket, tag in items)
+
+
+def _encode_find(find: m.Find) -> list[bytes]:
+    return [struct.pack("<H", len(find.places)), *(_PLACE.pack(model.raw, bucket) for model, bucket in find.places)]
+
+
+def _decode_find(r: _Reader) -> m.Find:
+    places = _PLACE.iter_unpack(r.take(_PLACE.size * r.number("H")))
+    return m.Find(places=tuple((ModelId(model), bucket) for model, bucket in places))
+
+
+def _encode_differences(differences: m.Differences) -> list[bytes]:
+    parts = [struct.pack("<H", len(differences.places))]
+    for index, entries in differences.places:
+        parts += [struct.pack("<H", index), *_entries(entries)]
+    return parts
+
+
+def _decode_differences(r: _Reader) -> m.Differences:
+    return m.Differences(places=tuple((r.number("H"), _read_entries(r)) for _ in range(r.number("H"))))
 
 
 def _decode_accepted(r: _Reader) -> m.Accepted:
@@ -326,12 +425,23 @@ _ENCODERS: dict[FrameType, Callable[..., list[bytes]]] = {
     FrameType.HELLO: lambda x: [x.node_id.raw, _versions(x.versions), x.signature],
     FrameType.WELCOME: lambda x: [struct.pack("<H", x.version)],
     FrameType.REFUSAL: lambda x: [struct.pack("<H", x.code), _text(x.detail)],
+    FrameType.BUSY: lambda x: [struct.pack("<I", x.retry_after_ms), _text(x.detail)],
     FrameType.DISPATCH: _encode_dispatch,
     FrameType.RESULT: _encode_result,
     FrameType.ANNOUNCE: lambda x: [x.record],
     FrameType.ACCEPTED: lambda x: [struct.pack("<BQ", x.is_new, x.highest_seq)],
     FrameType.LOOKUP: lambda x: [x.model_id.raw] if x.model_id else [],
-    FrameType.RECORDS: _encode_records,
+    FrameType.RECORDS: lambda x: _told(x.records),
+    FrameType.FIND: _encode_find,
+    FrameType.GET_MEMBERS: lambda x: _tags(x.known),
+    FrameType.MEMBERS: lambda x: [*_tags(x.gone), *_told(x.records)],
+    FrameType.WATCH: lambda x: [x.model_id.raw, struct.pack("<Q", x.cursor)],
+    FrameType.CHANGES: lambda x: [struct.pack("<Q", x.cursor), *_told(x.records)],
+    FrameType.GOSSIP: lambda x: _entries(x.summary),
+    FrameType.NEWS: lambda x: [*_tags(x.wanted), *_told(x.records)],
+    FrameType.SYNC: lambda x: _at_places(x.digests),
+    FrameType.DIFFERENCES: _encode_differences,
+    FrameType.PUSH: lambda x: [*_at_places(x.wanted), *_told(x.records)],
     FrameType.GET_MANIFEST: lambda x: [x.model_id.raw],
     FrameType.MANIFEST: lambda x: [x.data],
     FrameType.GET_BLOCK: lambda x: [x.model_id.raw, struct.pack("<HH", _index(x.layer), _index(x.expert))],
@@ -348,12 +458,23 @@ _DECODERS: dict[FrameType, Callable[[_Reader], m.Message]] = {
     ),
     FrameType.WELCOME: lambda r: m.Welcome(version=r.number("H")),
     FrameType.REFUSAL: lambda r: m.Refusal(code=r.number("H"), detail=r.text()),
+    FrameType.BUSY: lambda r: m.Busy(retry_after_ms=r.number("I"), detail=r.text()),
     FrameType.DISPATCH: _decode_dispatch,
     FrameType.RESULT: _decode_result,
     FrameType.ANNOUNCE: lambda r: m.Announce(record=r.rest()),
     FrameType.ACCEPTED: _decode_accepted,
     FrameType.LOOKUP: _decode_lookup,
-    FrameType.RECORDS: _decode_records,
+    FrameType.RECORDS: lambda r: m.Records(records=_read_told(r)),
+    FrameType.FIND: _decode_find,
+    FrameType.GET_MEMBERS: lambda r: m.GetMembers(known=_read_tags(r)),
+    FrameType.MEMBERS: lambda r: m.Members(gone=_read_tags(r), records=_read_told(r)),
+    FrameType.WATCH: lambda r: m.Watch(model_id=ModelId(bytes(r.take(32))), cursor=r.number("Q")),
+    FrameType.CHANGES: lambda r: m.Changes(cursor=r.number("Q"), records=_read_told(r)),
+    FrameType.GOSSIP: lambda r: m.Gossip(summary=_read_entries(r)),
+    FrameType.NEWS: lambda r: m.News(wanted=_read_tags(r), records=_read_told(r)),
+    FrameType.SYNC: lambda r: m.Sync(digests=_read_at_places(r)),
+    FrameType.DIFFERENCES: _decode_differences,
+    FrameType.PUSH: lambda r: m.Push(wanted=_read_at_places(r), records=_read_told(r)),
     FrameType.GET_MANIFEST: lambda r: m.GetManifest(model_id=ModelId(bytes(r.take(32)))),
     FrameType.MANIFEST: lambda r: m.ManifestBytes(data=r.rest()),
     FrameType.GET_BLOCK: lambda r: m.GetBlock(

@@ -10,6 +10,10 @@ A link starts with three greetings on exchange 1, opened by the server:
 After that either side opens exchanges: one request, one answer (or a REFUSAL).
 
     ANNOUNCE -> ACCEPTED     LOOKUP -> RECORDS          (registry)
+    FIND -> RECORDS          GET_MEMBERS -> MEMBERS
+    WATCH -> CHANGES
+    GOSSIP -> NEWS           SYNC -> DIFFERENCES        (among registry nodes)
+    PUSH -> RECORDS
     GET_MANIFEST -> MANIFEST GET_BLOCK -> BLOCK         (a backbone that offers its model)
     DISPATCH -> RESULT       GET_STATUS -> STATUS       (a peer)
 """
@@ -25,6 +29,7 @@ import numpy.typing as npt
 from swarm.ids import ModelId, NodeId
 from swarm.wire.rows import RowCodec
 
+TAG_BYTES = 8  # of a record or a registry node, and of a digest, in what registry nodes tell each other
 MODEL_TAG_BYTES = 8  # enough to tell the models of one peer apart; the link itself is authenticated
 
 
@@ -52,7 +57,7 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The client proves which node it is: see `session.hello_statement` for what is signed."""
+    """The client proves which node it is: see `greetings.hello_statement` for what is signed."""
 
     node_id: NodeId
     versions: tuple[int, ...]
@@ -72,6 +77,14 @@ class Refusal:
 
     code: int
     detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy(Refusal):
+    """The refusal of a node that has too much to do, with the milliseconds after which to try again."""
+
+    code: int = ErrorCode.BUSY
+    retry_after_ms: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -150,6 +163,94 @@ class Records:
     records: tuple[tuple[int, bytes], ...]
 
 
+Told = tuple[int, bytes]  # the milliseconds that a signed record has left, and the record
+Place = tuple[ModelId, int]  # a model and a bucket: see swarm.registry.ring
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Find:
+    """Asks a registry node for what it stores at these places, withdrawals included. Answered with RECORDS."""
+
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GetMembers:
+    """Asks who stores records. `known`: tags (8 bytes) of the registry-node records that the asker has."""
+
+    known: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """Registry nodes.
+
+    Attributes:
+        gone: of the tags that were known: those that no longer hold.
+        records: signed registry-node records that the asker lacks.
+    """
+
+    gone: tuple[bytes, ...]
+    records: tuple[Told, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """Waits for changes of a model's records at one registry node; answered at once if there were any since `cursor`."""
+
+    model_id: ModelId
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What has come, changed or been withdrawn since a cursor; nothing if the wait has ended without.
+
+    Attributes:
+        cursor: for the next WATCH.
+    """
+
+    cursor: int
+    records: tuple[Told, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gossip:
+    """Which registry nodes the sender knows: (first 8 bytes of the node id, seq of its record)."""
+
+    summary: tuple[tuple[bytes, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """The registry-node records that a GOSSIP lacks, and the tags of those that this side lacks: they are to be pushed."""
+
+    wanted: tuple[bytes, ...]
+    records: tuple[Told, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sync:
+    """What one replica has at places that both store: (place, digest of 8 bytes)."""
+
+    digests: tuple[tuple[Place, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """The places of a SYNC whose digests differ: (its index there, all entries here as (tag of 8 bytes, seq))."""
+
+    places: tuple[tuple[int, tuple[tuple[bytes, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Push:
+    """Records that one registry node passes on to another, and those it wants back, with RECORDS: (place, tag)."""
+
+    records: tuple[Told, ...]
+    wanted: tuple[tuple[Place, bytes], ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GetManifest:
     """Asks for a model's manifest."""
@@ -193,14 +294,22 @@ class Status:
 
 
 Greeting = Challenge | Hello | Welcome
-Request = Dispatch | Announce | Lookup | GetManifest | GetBlock | GetStatus
-Response = Result | Accepted | Records | ManifestBytes | BlockBytes | Status
+RegistryRequest = Announce | Lookup | Find | GetMembers | Watch | Gossip | Sync | Push
+RegistryResponse = Accepted | Records | Members | Changes | News | Differences
+Request = Dispatch | RegistryRequest | GetManifest | GetBlock | GetStatus
+Response = Result | RegistryResponse | ManifestBytes | BlockBytes | Status
 Message = Greeting | Request | Response | Refusal
 
 RESPONSE_TO: dict[type[Request], type[Response]] = {
     Dispatch: Result,
     Announce: Accepted,
     Lookup: Records,
+    Find: Records,
+    GetMembers: Members,
+    Watch: Changes,
+    Gossip: News,
+    Sync: Differences,
+    Push: Records,
     GetManifest: ManifestBytes,
     GetBlock: BlockBytes,
     GetStatus: Status,

@@ -18,10 +18,8 @@ that owes an answer. An exchange number is used once; what still comes on an exc
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
 from swarm.errors import (
     ConnectionLost,
@@ -31,9 +29,8 @@ from swarm.errors import (
     RemoteProtocolError,
     RemoteRefused,
     SwarmError,
-    VersionRefused,
 )
-from swarm.identity import Identity, is_valid_signature
+from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.wire import messages as m
 from swarm.wire.byte_budget import ByteBudget
@@ -58,6 +55,7 @@ from swarm.wire.frames import (
     encode,
     frame_type_of,
 )
+from swarm.wire.greetings import Greeter, State
 
 WIRE_VERSIONS: tuple[int, ...] = (1,)  # stays (1,) until the first release
 ALPN = "swarm/1"
@@ -79,34 +77,6 @@ PING_AFTER_S = 0.5  # of silence while an answer is owed
 LOST_AFTER_S = 3.0
 _TOO_MANY_BYTES = "too many bytes of requests at once, try again"
 KEEPALIVE_S = 5.0  # the client pings this often on a quiet link, and gives it up LOST_AFTER_S later
-
-
-def hello_statement(*, server: NodeId, nonce: bytes, client: NodeId, versions: tuple[int, ...]) -> bytes:
-    """Return what a client signs: bound to this server and this connection's nonce, so it cannot be replayed elsewhere."""
-    return (
-        b"swarm hello 1\0"
-        + server.raw
-        + nonce
-        + client.raw
-        + struct.pack(f"<B{len(versions)}H", len(versions), *versions)
-    )
-
-
-class State(Enum):
-    """Where a session stands."""
-
-    GREETING = auto()
-    WELCOMING = auto()
-    OPEN = auto()
-    CLOSED = auto()
-
-
-# What the greeting exchange may carry, by (is client, state): judged by the header, since nobody is proved yet.
-_GREETINGS: dict[tuple[bool, State], tuple[FrameType, ...]] = {
-    (False, State.GREETING): (FrameType.HELLO,),
-    (True, State.GREETING): (FrameType.CHALLENGE,),
-    (True, State.WELCOMING): (FrameType.WELCOME, FrameType.REFUSAL),
-}
 
 
 @dataclass(slots=True)
@@ -154,17 +124,17 @@ class Session:
             serves: the requests that we answer; all others are refused before memory is taken for them.
             request_budget: of the bytes of requests held; shared by the sessions of an endpoint. Default: one of its own.
         """
-        if not is_client and len(nonce) != 32:
-            raise LocalProtocolError(f"a server's nonce has a wrong length: got {len(nonce)} bytes, expected 32")
-        if is_client and expected is None:
-            raise LocalProtocolError("a client must know the server's proved identity before the greetings")
+        self._greeter = Greeter(
+            identity,
+            is_client=is_client,
+            versions=versions,
+            remote=expected,
+            nonce=nonce,
+            observed_address=observed_address,
+        )
         self.state = State.GREETING
         self.is_client = is_client
         self.remote = expected
-        self._identity = identity
-        self._versions = versions
-        self._nonce = nonce
-        self._observed_address = observed_address
         self._serves = {FRAME_TYPE_OF[request]: m.RESPONSE_TO[request] for request in serves}
         self._incoming: dict[int, _Incoming] = {}
         self._early: list[tuple[int, bytes | None, bool]] = []  # (exchange, bytes or None for a reset, is the end)
@@ -182,8 +152,7 @@ class Session:
         self.wants_ping = False
         self._outgoing: list[Outgoing] = []
         if not is_client:
-            challenge = m.Challenge(nonce=nonce, versions=versions, observed_address=observed_address)
-            self._outgoing.append(Outgoing(exchange=GREETING_EXCHANGE, data=encode(challenge)))
+            self._outgoing.append(Outgoing(exchange=GREETING_EXCHANGE, data=encode(self._greeter.challenge())))
 
     # What goes out
 
@@ -236,7 +205,7 @@ class Session:
         expected = self._serving.get(exchange)
         if self.state is not State.OPEN or expected is None:
             return False
-        if not isinstance(message, expected | m.Refusal):
+        if not isinstance(message, (expected, m.Refusal)):
             raise LocalProtocolError(f"wrong answer: got {type(message).__name__}, expected {expected.__name__}")
         data = encode(message)
         del self._serving[exchange]
@@ -494,15 +463,15 @@ class Session:
     def _judge(self, exchange: int, frame_type: FrameType, size: int) -> m.Refusal | None:
         """Return None for a frame that may be taken in, else the refusal to answer it with."""
         if exchange == GREETING_EXCHANGE:
-            if frame_type not in _GREETINGS.get((self.is_client, self.state), ()):
-                raise RemoteProtocolError(f"wrong greeting: got {frame_type.name} in state {self.state.name}")
+            self._greeter.expect(self.state, frame_type)
             return None
         waiting = self._waiting.get(exchange)
         if waiting is not None:
-            if frame_type not in (FRAME_TYPE_OF[waiting.expected], FrameType.REFUSAL):
+            is_refusal = frame_type in (FrameType.REFUSAL, FrameType.BUSY)
+            if not is_refusal and frame_type is not FRAME_TYPE_OF[waiting.expected]:
                 raise RemoteProtocolError(f"wrong answer: got {frame_type.name}, expected {waiting.expected.__name__}")
             limit = waiting.max_answer_bytes
-            if limit is not None and size > limit and frame_type is not FrameType.REFUSAL:
+            if limit is not None and size > limit and not is_refusal:
                 raise RemoteProtocolError(
                     f"{frame_type.name} larger than asked for: got {size}, expected at most {limit}"
                 )
@@ -535,7 +504,10 @@ class Session:
         if waiting is not None:
             self._release(exchange, incoming)
             if isinstance(message, m.Refusal):
-                error = RemoteRefused(f"refused: {message.detail}", remote_code=message.code)
+                retry_after_s = message.retry_after_ms / 1e3 if isinstance(message, m.Busy) else None
+                error = RemoteRefused(
+                    f"refused: {message.detail}", remote_code=message.code, retry_after_s=retry_after_s
+                )
                 return [RequestFailed(exchange=exchange, error=error)]
             assert isinstance(message, waiting.expected)  # by _judge
             return [Answered(exchange=exchange, response=message)]
@@ -544,52 +516,17 @@ class Session:
         return [RequestReceived(exchange=exchange, request=message)]
 
     def _greet(self, message: m.Message) -> list[Event]:
-        if self.is_client and self.state is State.GREETING and isinstance(message, m.Challenge):
-            assert self.remote is not None  # by __init__
-            self._observed_address = message.observed_address
-            statement = hello_statement(
-                server=self.remote, nonce=message.nonce, client=self._identity.node_id, versions=self._versions
-            )
-            hello = m.Hello(
-                node_id=self._identity.node_id, versions=self._versions, signature=self._identity.sign(statement)
-            )
-            self._outgoing.append(Outgoing(exchange=GREETING_EXCHANGE, data=encode(hello), is_end=True))
-            self.state = State.WELCOMING
+        step = self._greeter.take(self.state, message)
+        if step.reply is not None:
+            self._outgoing.append(Outgoing(exchange=GREETING_EXCHANGE, data=encode(step.reply), is_end=True))
+        if step.error is not None:
+            return self.close(step.error)
+        self.state = step.state
+        if step.version is None:
             return []
-        if self.is_client and self.state is State.WELCOMING and isinstance(message, m.Welcome):
-            if message.version not in self._versions:
-                raise VersionRefused(f"wire version: got {message.version}, expected one of {self._versions}")
-            return self._open(message.version, self._observed_address)
-        if self.is_client and self.state is State.WELCOMING and isinstance(message, m.Refusal):
-            kind = VersionRefused if message.code == m.ErrorCode.VERSION else RemoteProtocolError
-            raise kind(f"the other side refused the greeting: {message.detail}")
-        if not self.is_client and self.state is State.GREETING and isinstance(message, m.Hello):
-            return self._check_hello(message)
-        raise RemoteProtocolError(f"wrong greeting: got {type(message).__name__} in state {self.state.name}")
-
-    def _check_hello(self, hello: m.Hello) -> list[Event]:
-        statement = hello_statement(
-            server=self._identity.node_id, nonce=self._nonce, client=hello.node_id, versions=hello.versions
-        )
-        if not is_valid_signature(hello.node_id, hello.signature, statement):
-            raise RemoteProtocolError(f"the hello's signature is not that of node {hello.node_id.short}")
-        common = set(hello.versions) & set(self._versions)
-        if not common:
-            detail = f"wire versions: got {sorted(hello.versions)}, expected one of {sorted(self._versions)}"
-            refusal = m.Refusal(code=m.ErrorCode.VERSION, detail=detail)
-            self._outgoing.append(Outgoing(exchange=GREETING_EXCHANGE, data=encode(refusal), is_end=True))
-            return self.close(VersionRefused(detail))
-        self.remote = hello.node_id
-        version = max(common)
-        self._outgoing.append(
-            Outgoing(exchange=GREETING_EXCHANGE, data=encode(m.Welcome(version=version)), is_end=True)
-        )
-        return self._open(version, None)
-
-    def _open(self, version: int, observed_address: str | None) -> list[Event]:
-        assert self.remote is not None
-        self.state = State.OPEN
-        return [Opened(remote=self.remote, version=version, observed_address=observed_address)]
+        self.remote = self._greeter.remote
+        assert self.remote is not None  # by the greeter
+        return [Opened(remote=self.remote, version=step.version, observed_address=self._greeter.observed_address)]
 
     def _forget_incoming(self, exchange: int) -> None:
         incoming = self._incoming.pop(exchange, None)

@@ -11,13 +11,23 @@ from typing import Any, Self
 import pytest
 
 import relay.daemon
-from relay.daemon import ANNOUNCE_BURST, ANNOUNCE_PER_S, EXPIRE_S, RelayConfig, RelayDaemon, RelayReady
+from relay.daemon import (
+    ANNOUNCE_BURST,
+    ANNOUNCE_PER_S,
+    EXPIRE_S,
+    READ_BURST,
+    READ_PER_S,
+    RelayConfig,
+    RelayDaemon,
+    RelayReady,
+    Store,
+)
 from swarm import __version__
-from swarm.errors import IdentityMismatch, Overloaded, UserError
+from swarm.errors import ConnectionLost, IdentityMismatch, Overloaded, Refused, UserError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId
-from swarm.registry.client import parse_registry
-from swarm.registry.records import ExpertAnnouncement, SignedRecord, sign
+from swarm.registry.client import RegistryAddress, parse_registry
+from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord, sign, verify
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.virtual_time import now
@@ -41,6 +51,24 @@ def announcement(identity: Identity, *, ttl_s: int = 60) -> SignedRecord:
     return sign(record, identity)
 
 
+def offer(identity: Identity) -> SignedRecord:
+    record = ModelOffer(
+        node=identity.node_id,
+        seq=1,
+        ttl_s=60,
+        model=MODEL,
+        model_name="tiny",
+        n_expert=8,
+        n_expert_used=2,
+        moe_layers="0-3",
+        n_embd=64,
+        size_bytes=1000,
+        addresses=("192.0.2.1:2",),
+        offers_blocks=True,
+    )
+    return sign(record, identity)
+
+
 class BoundEndpoint:
     """An endpoint that binds whatever it is told to, and remembers what it was made with."""
 
@@ -50,6 +78,7 @@ class BoundEndpoint:
     def __init__(self, identity: Identity, **options: Any) -> None:
         self.identity, self.options = identity, options
         self.is_open = False
+        self.bytes_sent = self.bytes_received = 0
         self.made.append(self)
 
     async def __aenter__(self) -> Self:
@@ -62,6 +91,9 @@ class BoundEndpoint:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.is_open = False
+
+    async def dial(self, address: object, **options: object) -> None:
+        raise ConnectionLost("nobody is there")
 
     @property
     def port(self) -> int:
@@ -143,7 +175,85 @@ def test_others_are_told_an_address_that_they_can_use(
 
 def test_it_serves_the_registry_and_its_status_and_nothing_else(endpoints: list[BoundEndpoint]) -> None:
     ready_line(RelayConfig())
-    assert set(endpoints[0].options["serves"]) == {m.Announce, m.Lookup, m.GetStatus}
+    registry = {m.Announce, m.Lookup, m.Find, m.GetMembers, m.Watch, m.Gossip, m.Sync, m.Push}
+    assert set(endpoints[0].options["serves"]) == registry | {m.GetStatus}
+
+
+WORLD, SITE, MACHINE = (
+    RegistryAddress(address=(host, 7440), node=B.node_id) for host in ("198.51.100.1", "10.9.9.9", "127.0.0.1")
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "address"),
+    [
+        (RelayConfig(), "10.1.2.3:7440"),
+        (RelayConfig(host="127.0.0.1"), "127.0.0.1:7440"),
+        (RelayConfig(host="localhost"), None),
+        (RelayConfig(store=Store.NEVER), None),
+        (RelayConfig(ring=(SITE,)), "10.1.2.3:7440"),
+        (RelayConfig(ring=(WORLD,)), None),
+        (RelayConfig(ring=(WORLD,), store=Store.ALWAYS), "10.1.2.3:7440"),
+        (RelayConfig(ring=(WORLD, SITE), advertise="203.0.113.5:1"), "203.0.113.5:1"),
+        (RelayConfig(ring=(WORLD,), advertise="relay.example:1"), None),
+        (RelayConfig(host="198.51.100.2", ring=(WORLD,)), "198.51.100.2:7440"),
+        (RelayConfig(host="127.0.0.1", ring=(MACHINE,)), "127.0.0.1:7440"),
+        (RelayConfig(host="127.0.0.1", ring=(SITE,)), None),
+    ],
+)
+def test_it_is_a_member_of_a_ring_if_the_others_can_reach_it(
+    endpoints: list[BoundEndpoint], config: RelayConfig, address: str | None
+) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(config, R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        await asyncio.sleep(0.001)
+        answer = daemon.answer(A.node_id, m.GetMembers(known=()))
+        assert isinstance(answer, m.Members)
+        own = [verify(SignedRecord.from_bytes(data)) for _, data in answer.records]
+        assert [record.addresses for record in own] == ([] if address is None else [(address,)])
+        request = m.Announce(record=announcement(A).to_bytes())
+        if address is None and (config.ring or config.store is Store.NEVER):
+            with pytest.raises(LookupError, match="stores no records"):
+                daemon.answer(A.node_id, request)
+        else:
+            assert daemon.answer(A.node_id, request).is_new, "alone it stores whatever its address"
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())
+
+
+def test_who_asks_in_a_tight_loop_is_put_off(endpoints: list[BoundEndpoint]) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(RelayConfig(), R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        await asyncio.sleep(0)
+        handler = endpoints[0].options["handler"]
+        flood, honest = From(A, "192.0.2.7"), From(B, "192.0.2.8")
+        for _ in range(int(READ_BURST)):
+            await handler(flood, m.Find(places=()))
+        with pytest.raises(Overloaded, match="too many requests"):
+            await handler(flood, m.GetMembers(known=()))
+        await handler(honest, m.Lookup(model_id=MODEL))
+        await handler(flood, m.Announce(record=offer(A).to_bytes()))
+        await asyncio.sleep(1 / READ_PER_S + 0.001)
+        await handler(flood, m.Lookup(model_id=MODEL))
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())
+
+
+def test_it_takes_only_the_models_of_publishers_that_its_operator_allows() -> None:
+    daemon = RelayDaemon(RelayConfig(publishers=frozenset({B.node_id})), R)
+    for identity, is_taken in ((A, False), (B, True)):
+        request = m.Announce(record=offer(identity).to_bytes())
+        if is_taken:
+            assert daemon.answer(identity.node_id, request).is_new
+        else:
+            with pytest.raises(Refused, match="publisher"):
+                daemon.answer(identity.node_id, request)
 
 
 def test_a_port_that_is_taken_is_said_before_it_is_ready(
@@ -243,7 +353,7 @@ def test_another_machine_cannot_announce_a_loopback_address(endpoints: list[Boun
         await asyncio.sleep(0)
         handler = endpoints[0].options["handler"]
         request = m.Announce(record=announcement(A).to_bytes())
-        with pytest.raises(UserError, match=r"127\.0\.0\.1:1: got it from 192\.0\.2\.7; give --advertise"):
+        with pytest.raises(Refused, match=r"127\.0\.0\.1:1: got it from 192\.0\.2\.7; give --advertise"):
             await handler(From(A, "192.0.2.7"), request)
         assert (await handler(From(A, "::ffff:127.0.0.1"), request)).is_new
         task.cancel()
@@ -264,4 +374,8 @@ def test_its_status_counts_records_and_seconds() -> None:
         "uptime_s": 42.5,
         "n_records": 1,
         "record_bytes": signed.size_bytes,
+        "n_members": 0,
+        "is_member": False,
+        "bytes_sent": 0,
+        "bytes_received": 0,
     }

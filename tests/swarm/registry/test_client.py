@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -12,8 +12,9 @@ from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRe
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.net.endpoint import Endpoint
-from swarm.registry import client as client_module
-from swarm.registry.client import MAX_RECORDS_READ, RegistryAddress, RegistryClient, parse_registry
+from swarm.registry import answers as answers_module
+from swarm.registry.answers import MAX_RECORDS_READ, AnswerReader
+from swarm.registry.client import RegistryAddress, RegistryClient, parse_registry
 from swarm.registry.node import RegistryNode
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, RecordKind, SignedRecord, Withdrawal, sign
 from swarm.wire import messages as m
@@ -60,10 +61,25 @@ def offer(identity: Identity, seq: int, *, model: ModelId = MODEL) -> SignedReco
     return sign(record, identity)
 
 
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Run a test in virtual time, and close its clients in the end: one may still be dialling a node that is down."""
+
+    async def and_close() -> None:
+        Registries.made.clear()
+        await main()
+        for them in Registries.made:
+            await them.client.close()
+
+    virtual_time.run(and_close())
+
+
 class Registries:
     """Three registry nodes at 192.0.2.1, .2 and .3, and a client of them."""
 
+    made: ClassVar[list[Registries]] = []
+
     def __init__(self) -> None:
+        self.made.append(self)
         self.network = FakeNetwork()
         self.tables: list[RegistryNode] = []
         self.nodes: list[FakeNode] = []
@@ -104,7 +120,7 @@ def test_answers_are_merged_by_seq_and_ordered_by_node() -> None:
         assert seqs(found) == sorted([(A.node_id, 7), (B.node_id, 1)])
         assert next(each for each in found if each.node == A.node_id).experts == ExpertSet.of([0], range(2))
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_holders_and_offers_are_told_apart_and_by_model() -> None:
@@ -117,7 +133,7 @@ def test_holders_and_offers_are_told_apart_and_by_model() -> None:
         assert [each.seq for each in await them.client.offers()] == [2, 3]
         assert sorted(each.seq for each in await them.client.records()) == [1, 2, 3]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_all_nodes_are_asked_at_once() -> None:
@@ -129,7 +145,7 @@ def test_all_nodes_are_asked_at_once() -> None:
         assert now() - started == pytest.approx(them.nodes[0].latency_s)
         assert [kind for kind, _ in them.network.log[-6:]] == ["request"] * 3 + ["answer"] * 3
 
-    virtual_time.run(main())
+    run(main)
 
 
 @pytest.mark.parametrize("down", [0, 1, 2])
@@ -142,7 +158,7 @@ def test_one_node_that_is_down_is_tolerated(down: int) -> None:
         assert (await them.client.observed_address()).startswith("198.51.100.")
         assert [len(table.table) for table in them.tables] == [int(which != down) for which in range(3)]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_when_none_answers_the_error_names_every_address() -> None:
@@ -160,7 +176,7 @@ def test_when_none_answers_the_error_names_every_address() -> None:
             ):
                 await ask
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_another_node_at_the_address_is_not_believed() -> None:
@@ -173,7 +189,7 @@ def test_another_node_at_the_address_is_not_believed() -> None:
         with pytest.raises(NetworkError, match="another node answered"):
             await them.client.holders(MODEL)
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_without_a_node_id_whoever_is_there_will_do() -> None:
@@ -184,7 +200,7 @@ def test_without_a_node_id_whoever_is_there_will_do() -> None:
         client = RegistryClient(cast(Endpoint, FakeEndpoint(them.network, US)), addresses)
         assert seqs(await client.holders(MODEL)) == [(A.node_id, 1)]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_lost_connection_is_dialled_again_and_a_live_one_is_not() -> None:
@@ -198,7 +214,7 @@ def test_a_lost_connection_is_dialled_again_and_a_live_one_is_not() -> None:
         assert them.network.count("dial", R2.node_id) == 2
         assert them.network.count("dial") == 4
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_connection_that_turns_out_dead_is_replaced_within_the_request() -> None:
@@ -211,7 +227,7 @@ def test_a_connection_that_turns_out_dead_is_replaced_within_the_request() -> No
         assert seqs(await them.client.holders(MODEL)) == [(A.node_id, 1)]
         assert them.network.count("dial") == 6
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_new_connection_that_ends_is_not_tried_over_and_over() -> None:
@@ -228,7 +244,7 @@ def test_a_new_connection_that_ends_is_not_tried_over_and_over() -> None:
                 await them.client.holders(MODEL)
             assert them.network.count("dial") == n_dials
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_callers_at_the_same_time_share_one_dial() -> None:
@@ -237,7 +253,7 @@ def test_callers_at_the_same_time_share_one_dial() -> None:
         await asyncio.gather(them.client.holders(MODEL), them.client.offers(), them.client.observed_address())
         assert them.network.count("dial") == 3
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_cancelled_caller_leaves_the_client_usable() -> None:
@@ -250,7 +266,7 @@ def test_a_cancelled_caller_leaves_the_client_usable() -> None:
             await task
         assert await them.client.holders(MODEL) == []
 
-    virtual_time.run(main())
+    run(main)
 
 
 # Telling
@@ -263,7 +279,7 @@ def test_a_record_goes_to_every_node_and_the_highest_seq_known_comes_back() -> N
         assert await them.client.publish(announcement(US, 40)) == 90
         assert [table.table.highest_seq(US.node_id, RecordKind.EXPERTS, MODEL) for table in them.tables] == [40, 90, 40]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_refusal_of_one_node_does_not_spoil_what_another_took() -> None:
@@ -272,7 +288,7 @@ def test_a_refusal_of_one_node_does_not_spoil_what_another_took() -> None:
         them.nodes[0].answer = refuse
         assert await them.client.publish(announcement(US, 4)) == 4
 
-    virtual_time.run(main())
+    run(main)
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 2])
@@ -287,7 +303,7 @@ def test_a_refusal_is_surfaced_when_nobody_took_the_record(refusing: int) -> Non
             await them.client.publish(announcement(US, 4))
         assert caught.value.remote_code == m.ErrorCode.BUSY
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_another_nodes_record_is_not_ours_to_publish() -> None:
@@ -296,7 +312,7 @@ def test_another_nodes_record_is_not_ours_to_publish() -> None:
         with pytest.raises(NetworkError, match="record from a foreign connection"):
             await them.client.publish(announcement(A, 4))
 
-    virtual_time.run(main())
+    run(main)
 
 
 def refuse(asker: NodeId, request: m.Request) -> m.Response:
@@ -316,7 +332,7 @@ def test_bad_records_are_skipped_and_the_good_ones_used() -> None:
         them.say(0, lambda: [b"", b"x", forged, bytes(flipped), b"\0" * 20_000, b"\0" * 64 + b"[" * 9_000, good])
         assert seqs(await them.client.holders(MODEL)) == [(A.node_id, 1)]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_records_of_another_model_than_asked_for_do_not_count() -> None:
@@ -325,7 +341,7 @@ def test_records_of_another_model_than_asked_for_do_not_count() -> None:
         them.say(0, lambda: [announcement(A, 9, model=OTHER_MODEL).to_bytes(), announcement(A, 1).to_bytes()])
         assert [(each.model, each.seq) for each in await them.client.holders(MODEL)] == [(MODEL, 1)]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_withdrawal_among_the_answers_is_nobody() -> None:
@@ -336,7 +352,7 @@ def test_a_withdrawal_among_the_answers_is_nobody() -> None:
         assert await them.client.holders(MODEL) == []
         assert await them.client.offers(MODEL) == []
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_an_old_record_from_one_node_cannot_hide_a_newer_one_from_another() -> None:
@@ -349,7 +365,7 @@ def test_an_old_record_from_one_node_cannot_hide_a_newer_one_from_another() -> N
         them.say(2, lambda: [announcement(A, 2).to_bytes()])
         assert seqs(await them.client.holders(MODEL)) == [(A.node_id, 8)]
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_an_answer_is_read_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,10 +380,10 @@ def test_an_answer_is_read_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
         them = Registries()
         good = announcement(A, 1).to_bytes()
         them.say(0, lambda: [good] * 60_000)
-        monkeypatch.setattr(client_module, "verify", count)
+        monkeypatch.setattr(answers_module, "verify", count)
         assert await them.client.holders(MODEL) == []
 
-    virtual_time.run(main())
+    run(main)
     assert n_verified == MAX_RECORDS_READ
 
 
@@ -379,17 +395,17 @@ def test_the_memory_that_one_answer_takes_is_bounded(
         heavy = [announcement(Identity.from_seed(bytes([n]) * 32), 1, experts=range(200)) for n in range(50, 60)]
         them.say(0, lambda: [each.to_bytes() for each in heavy])
         assert len(await them.client.holders(MODEL)) == 10
-        monkeypatch.setattr(client_module, "MAX_WEIGHT_READ", 4 * (1 + 1 + 200) + 50)
+        monkeypatch.setattr(answers_module, "MAX_WEIGHT_READ", 4 * (1 + 1 + 200) + 50)
         assert len(await them.client.holders(MODEL)) == 4
         assert "too large" in caplog.text
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_reading_a_long_answer_lets_the_loop_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         them = Registries()
-        monkeypatch.setattr(client_module, "READ_SLICE_S", 0.0)
+        monkeypatch.setattr(answers_module, "READ_SLICE_S", 0.0)
         n_ticks = 0
 
         def tick() -> None:
@@ -399,11 +415,11 @@ def test_reading_a_long_answer_lets_the_loop_run(monkeypatch: pytest.MonkeyPatch
 
         answer = m.Records(records=tuple((1, announcement(A, seq).to_bytes()) for seq in range(20)))
         tick()
-        assert len(await client_module._read_records(answer)) == 20
+        assert len(await AnswerReader().read(answer.records)) == 20
         assert n_ticks >= 20
         assert them.network.log == []
 
-    virtual_time.run(main())
+    run(main)
 
 
 def test_a_registry_that_does_not_say_where_it_sees_us_is_passed_over() -> None:
@@ -417,7 +433,7 @@ def test_a_registry_that_does_not_say_where_it_sees_us_is_passed_over() -> None:
         with pytest.raises(NetworkError, match="does not say where it sees us"):
             await them.client.observed_address()
 
-    virtual_time.run(main())
+    run(main)
 
 
 # parse_registry

@@ -6,10 +6,10 @@ import ipaddress
 
 import pytest
 
-from swarm.errors import IdentityMismatch, LocalProtocolError, Overloaded, RemoteProtocolError, UserError
+from swarm.errors import IdentityMismatch, LocalProtocolError, Overloaded, Refused, RemoteProtocolError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId
-from swarm.registry import node as node_module
+from swarm.registry import replica as replica_module
 from swarm.registry.node import RegistryNode, prefix_of
 from swarm.registry.records import ExpertAnnouncement, RecordKind, SignedRecord, Withdrawal, sign
 from swarm.registry.table import RegistryTable, TableLimits
@@ -186,7 +186,7 @@ def test_an_answer_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
         announce(node, each, identity)
     size = signed[0].size_bytes
     for limit, n_expected in ((3 * size, 3), (3 * size - 1, 2), (size, 1), (size - 1, 0)):
-        monkeypatch.setattr(node_module, "MAX_ANSWER_BYTES", limit)
+        monkeypatch.setattr(replica_module, "MAX_ANSWER_BYTES", limit)
         for model in (MODEL, None):
             assert len(lookup(node, model)) == n_expected
 
@@ -236,7 +236,7 @@ def test_a_loopback_address_is_taken_from_this_machine_alone(address: str) -> No
     signed = announcement(A, 1, addresses=("192.0.2.1:1", address))
     request = m.Announce(record=signed.to_bytes())
     node = RegistryNode(now=Clock())
-    with pytest.raises(UserError, match="nobody else reaches the announced address"):
+    with pytest.raises(Refused, match="nobody else reaches the announced address"):
         node.answer(A.node_id, request, host="192.0.2.1")
     assert lookup(node) == []
     for host in ("127.0.0.1", "::1"):

@@ -13,14 +13,17 @@ from hypothesis import strategies as st
 from swarm.errors import LocalProtocolError, RemoteProtocolError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
-from swarm.registry import records
+from swarm.registry import record_fields, records
 from swarm.registry.records import (
     ExpertAnnouncement,
     ModelOffer,
     Record,
     RecordKind,
+    RegistryNodeRecord,
+    RoutingHistogram,
     SignedRecord,
     Withdrawal,
+    levels_of,
     printable_name,
     sign,
     verify,
@@ -56,7 +59,13 @@ OFFER = ModelOffer(
     offers_blocks=True,
 )
 WITHDRAWAL = Withdrawal(node=ME.node_id, seq=8, model=MODEL, withdraws=RecordKind.EXPERTS)
-EACH_KIND = [ANNOUNCEMENT, OFFER, WITHDRAWAL]
+REGISTRY_NODE = RegistryNodeRecord(
+    node=ME.node_id, seq=9, ttl_s=180, addresses=("192.0.2.7:7440", "[2001:db8::7]:7440")
+)
+HISTOGRAM = RoutingHistogram(
+    node=ME.node_id, seq=10, ttl_s=300, model=MODEL, n_tokens=5_000, window_s=600, loads=((1, "f0d"), (7, "001"))
+)
+EACH_KIND = [ANNOUNCEMENT, OFFER, WITHDRAWAL, REGISTRY_NODE, HISTOGRAM]
 
 GOLDEN_PAYLOADS = {
     RecordKind.EXPERTS: (
@@ -72,12 +81,29 @@ GOLDEN_PAYLOADS = {
         b'"node":"aoqqpp7tzyil4hlq3umoos6atft6jvrqtosq2xy53sdgiesvgg4a","offers_blocks":true,"seq":7,'
         b'"size_bytes":12345678,"ttl_s":300}'
     ),
+    RecordKind.REGISTRY: (
+        b'{"addresses":["192.0.2.7:7440","[2001:db8::7]:7440"],"kind":"registry",'
+        b'"node":"aoqqpp7tzyil4hlq3umoos6atft6jvrqtosq2xy53sdgiesvgg4a","seq":9,"ttl_s":180}'
+    ),
+    RecordKind.HISTOGRAM: (
+        b'{"kind":"histogram","loads":[[1,"f0d"],[7,"001"]],'
+        b'"model":"6465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7f80818283","n_tokens":5000,'
+        b'"node":"aoqqpp7tzyil4hlq3umoos6atft6jvrqtosq2xy53sdgiesvgg4a","seq":10,"ttl_s":300,"window_s":600}'
+    ),
     RecordKind.WITHDRAWAL: (
         b'{"kind":"withdrawal","model":"6465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7f80818283",'
         b'"node":"aoqqpp7tzyil4hlq3umoos6atft6jvrqtosq2xy53sdgiesvgg4a","seq":8,"withdraws":"experts"}'
     ),
 }
 GOLDEN_SIGNATURES = {
+    RecordKind.REGISTRY: (
+        "3cd24af0dab32a6d7e99b62caa4ed72c0afe0060ea4769925fac0903650fb990"
+        "09cf7e20f5d9a668d72e01f7242f652b9a097da20c3c0c8f59fedf9936fcb801"
+    ),
+    RecordKind.HISTOGRAM: (
+        "e0d8c9ce76b28ed093ab1ebd88b9959ed5ef2a7759218e6fb1d067e2140cfafe"
+        "57df79b7012d75ab09e87c3efb3b8f218288362fc4397f2daf3fb407792b2603"
+    ),
     RecordKind.EXPERTS: (
         "e299d9a79110a925bf9550e2b66cf6ca6085df6893131786d977dde4f1463007"
         "38794da8ed1f4c8c0bd88863961d42271e4e81663e47ea62d8b54a57e5e1f905"
@@ -143,20 +169,40 @@ offers = st.builds(
     size_bytes=st.integers(1, 2**63 - 1),
     addresses=addresses,
     offers_blocks=st.booleans(),
+    sources=st.sampled_from([(), ("hf://owner/repo/file.gguf",), ("https://example.org/a?b=c", "hf://a/b/c")]),
 )
 withdrawals = st.builds(
     Withdrawal,
     node=st.just(ME.node_id),
     seq=st.integers(0, 2**63 - 1),
     model=st.builds(ModelId, st.binary(min_size=32, max_size=32)),
-    withdraws=st.sampled_from([RecordKind.EXPERTS, RecordKind.MODEL]),
+    withdraws=st.sampled_from([kind for kind in RecordKind if kind is not RecordKind.WITHDRAWAL]),
 )
-any_record = st.one_of(announcements, offers, withdrawals)
+registry_nodes = st.builds(
+    RegistryNodeRecord,
+    node=st.just(ME.node_id),
+    seq=st.integers(0, 2**63 - 1),
+    ttl_s=st.integers(1, 300),
+    addresses=addresses,
+)
+histograms = st.builds(
+    RoutingHistogram,
+    node=st.just(ME.node_id),
+    seq=st.integers(0, 2**63 - 1),
+    ttl_s=st.integers(1, 300),
+    model=st.builds(ModelId, st.binary(min_size=32, max_size=32)),
+    n_tokens=st.integers(0, 2**63 - 1),
+    window_s=st.integers(1, 3600),
+    loads=st.dictionaries(st.integers(0, 65_535), st.text("0123456789abcdef", min_size=1, max_size=9), min_size=1).map(
+        lambda found: tuple(sorted(found.items()))
+    ),
+)
+any_record = st.one_of(announcements, offers, withdrawals, registry_nodes, histograms)
 
 
 def _is_address(text: str) -> bool:
     try:
-        records._check_address(text)
+        record_fields.check_address(text)
     except LocalProtocolError:
         return False
     return True
@@ -356,7 +402,7 @@ def test_ranges_are_counted_before_they_are_expanded(monkeypatch: pytest.MonkeyP
 
     huge = signed_fields(fields_of(ANNOUNCEMENT) | {"experts": [["0-65535", "0-65535"]]})
     many = signed_fields(fields_of(ANNOUNCEMENT) | {"experts": [[str(2 * n), "0-65535"] for n in range(600)]})
-    monkeypatch.setattr(records, "ExpertSet", expand)
+    monkeypatch.setattr(record_fields, "ExpertSet", expand)
     for signed in (huge, many):
         with pytest.raises(RemoteProtocolError, match="number of"):
             verify(signed)
@@ -446,3 +492,83 @@ def test_a_printable_name_is_always_allowed() -> None:
 def test_the_golden_node_is_the_published_key_of_its_seed() -> None:
     assert ME.node_id.raw.hex() == "03a107bff3ce10be1d70dd18e74bc09967e4d6309ba50d5f1ddc8664125531b8"
     assert NodeId.parse("aoqqpp7tzyil4hlq3umoos6atft6jvrqtosq2xy53sdgiesvgg4a") == ME.node_id
+
+
+# Sources, registry nodes, histograms
+
+
+def test_a_model_without_sources_is_written_as_before_there_were_any() -> None:
+    assert b"sources" not in sign(OFFER, ME).payload
+    with_sources = replace(OFFER, sources=("hf://owner/repo/file.gguf",))
+    assert verify(sign(with_sources, ME)) == with_sources
+    assert verify(signed_fields(fields_of(OFFER) | {"sources": []})) == OFFER
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        "hf://a/b",
+        [1],
+        ["file:///etc/passwd"],
+        ["http://example.org/x"],
+        ["hf://"],
+        ["https://a b"],
+        ["https://a\n"],
+        ["https://" + "x" * 300],
+        ["hf://a/b/c"] * 9,
+    ],
+)
+def test_a_bad_source_is_refused(sources: Any) -> None:
+    with pytest.raises(RemoteProtocolError):
+        verify(signed_fields(fields_of(OFFER) | {"sources": sources}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n_tokens": -1},
+        {"window_s": 0},
+        {"loads": []},
+        {"loads": [[1, "f"], [1, "f"]]},
+        {"loads": [[2, "f"], [1, "f"]]},
+        {"loads": [[-1, "f"]]},
+        {"loads": [[1, ""]]},
+        {"loads": [[1, "F"]]},
+        {"loads": [[1, "g"]]},
+        {"loads": [[1, "f", 2]]},
+        {"loads": [["1", "f"]]},
+        {"loads": [[True, "f"]]},
+        {"loads": {"1": "f"}},
+        {"ttl_s": 301},
+    ],
+)
+def test_a_bad_histogram_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(RemoteProtocolError):
+        verify(signed_fields(fields_of(HISTOGRAM) | change))
+
+
+def test_levels_tell_shares_within_a_quarter_over_two_orders_of_magnitude() -> None:
+    counts = [1000, 700, 330, 100, 33, 11, 0]
+    levels = levels_of(counts)
+    assert levels[0] == "f"
+    assert levels[-1] == "0"
+    histogram = replace(HISTOGRAM, loads=((3, levels),))
+    for share, count in zip(histogram.shares(3), counts, strict=True):
+        assert share == pytest.approx(count / sum(counts), rel=0.25)
+    assert sum(histogram.shares(3)) == pytest.approx(1)
+    assert histogram.shares(4) == ()
+    assert levels_of([0, 0]) == "00"
+    assert replace(HISTOGRAM, loads=((3, "00"),)).shares(3) == (0.0, 0.0)
+    assert levels_of([1, 10**9]) == "1f", "what was chosen at all is never told as never"
+
+
+def test_a_histogram_of_a_large_model_fits() -> None:
+    loads = tuple((layer, "a7" * 128) for layer in range(3, 61))  # DeepSeek-V3: 58 layers of 256 experts
+    assert sign(replace(HISTOGRAM, loads=loads), ME).size_bytes <= records.MAX_SIGNED_BYTES
+
+
+def test_a_registry_node_belongs_to_no_model() -> None:
+    assert REGISTRY_NODE.model == records.NO_MODEL
+    assert b"model" not in sign(REGISTRY_NODE, ME).payload
+    gone = Withdrawal(node=ME.node_id, seq=11, model=records.NO_MODEL, withdraws=RecordKind.REGISTRY)
+    assert verify(sign(gone, ME)) == gone

@@ -10,6 +10,7 @@ from swarm.errors import IdentityMismatch, Overloaded, RemoteProtocolError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId
 from swarm.registry.records import (
+    MAX_TTL_S,
     ExpertAnnouncement,
     ModelOffer,
     RecordKind,
@@ -18,6 +19,7 @@ from swarm.registry.records import (
     sign,
     verify,
 )
+from swarm.registry.ring import OFFERS, THE_DIRECTORY, places_of
 from swarm.registry.table import REMEMBER_S, PutResult, RegistryTable, TableLimits
 
 A, B, C = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
@@ -395,3 +397,92 @@ def test_counts_and_answers_agree_with_a_plain_model_under_random_use() -> None:
         assert len(table) == len(live)
         assert table.n_bytes == sum(entry[0].size_bytes for entry in live.values())
         assert table.next_expiry() is None or table.next_expiry() > now
+
+
+# Places, and what other replicas pass on
+
+
+def pass_on(table: RegistryTable, signed: SignedRecord, now: float, left_s: float) -> PutResult:
+    return table.put_verified(verify(signed), signed, owner=None, now=now, left_s=left_s)
+
+
+def test_a_record_is_found_at_its_places_once_however_many_are_asked_for() -> None:
+    table = RegistryTable()
+    wide, small = announcement(A, 1, experts=range(40)), announcement(B, 1)
+    for signed in (wide, small, offer(C, 1)):
+        put(table, signed, 0.0)
+    assert {found for found, _ in table.find([(MODEL, 0)], 1.0)} == {wide, small}
+    assert table.find([(MODEL, 2)], 1.0) == [(wide, 59.0)]
+    assert len(table.find([(MODEL, bucket) for bucket in range(5)], 1.0)) == 2
+    assert table.find([THE_DIRECTORY], 1.0) == table.find([(MODEL, OFFERS)], 1.0) == [(offer(C, 1), 59.0)]
+    assert set(table.places()) == {*places_of(verify(wide)), (MODEL, OFFERS), THE_DIRECTORY}
+    assert table.find([(MODEL, 0)], 60.0) == []
+    table.expire(60.0)
+    assert table.places() == []
+
+
+def test_a_record_that_moves_leaves_its_old_places() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 1, experts=range(16)), 0.0)
+    put(table, announcement(A, 2, experts=range(16, 32)), 0.0)
+    assert table.places() == [(MODEL, 1)]
+    assert len(table.find([(MODEL, 1)], 1.0)) == 1
+
+
+def test_what_was_passed_on_ends_when_it_would_have_ended_there() -> None:
+    table = RegistryTable()
+    signed = announcement(A, 1)
+    assert pass_on(table, signed, 0.0, 10.0) is PutResult.STORED
+    assert pass_on(table, signed, 5.0, 60.0) is PutResult.UNCHANGED
+    assert table.lookup(MODEL, 9.0) == [(signed, 1.0)]
+    assert table.lookup(MODEL, 10.0) == []
+    assert pass_on(table, signed, 20.0, 60.0) is not PutResult.STORED
+    assert table.lookup(MODEL, 20.0) == []
+    assert table.knows(verify(signed))
+    assert not table.knows(verify(announcement(A, 2)))
+
+
+def test_a_withdrawal_is_shown_as_proof_until_no_lease_can_be_left() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 1), 0.0)
+    put(table, withdrawal(A, 2), 10.0)
+    assert table.find([(MODEL, 0)], 10.0) == [(withdrawal(A, 2), MAX_TTL_S)]
+    assert table.lookup(MODEL, 10.0) == []
+    assert table.find([(MODEL, 0)], 10.0 + MAX_TTL_S) == []
+    assert table.places() == []
+    assert table.highest_seq(A.node_id, RecordKind.EXPERTS, MODEL) == 2
+
+
+def test_entries_name_what_is_there_and_take_gives_it() -> None:
+    table = RegistryTable()
+    put(table, announcement(A, 1), 0.0)
+    put(table, announcement(B, 7), 0.0)
+    put(table, withdrawal(B, 8), 0.0)
+    entries = table.entries((MODEL, 0), 1.0)
+    assert sorted(entries.values()) == [1, 8]
+    (tag,) = (tag for tag, seq in entries.items() if seq == 8)
+    assert [signed for signed, _ in table.take((MODEL, 0), [tag, b"x" * 8], 1.0)] == [withdrawal(B, 8)]
+    other = RegistryTable()
+    put(other, announcement(A, 1), 50.0)
+    assert other.entries((MODEL, 0), 51.0).items() <= entries.items(), "tags are the same everywhere"
+
+
+def test_changes_are_told_and_renewals_are_not() -> None:
+    told: list[tuple[bytes, SignedRecord | None]] = []
+    table = RegistryTable(on_change=lambda key, signed: told.append((key[0].raw, signed)))
+    steps = [
+        (announcement(A, 1), True),
+        (announcement(A, 2), False),
+        (announcement(A, 2), False),
+        (announcement(A, 1), False),
+        (announcement(A, 3, experts=range(5)), True),
+        (withdrawal(A, 4), True),
+        (withdrawal(A, 5), False),
+        (announcement(A, 6), True),
+    ]
+    for signed, is_news in steps:
+        n_before = len(told)
+        put(table, signed, 0.0)
+        assert told[n_before:] == ([(A.node_id.raw, signed)] if is_news else [])
+    table.expire(60.0)
+    assert told[-1] == (A.node_id.raw, None)

@@ -74,6 +74,7 @@ GOLDEN: dict[str, tuple[m.Message, str]] = {
         "02 63000000" + COUNT_32 + "01 0100" + "ee" * 64,
     ),
     "welcome": (m.Welcome(version=1), "03 02000000 0100"),
+    "busy": (m.Busy(retry_after_ms=200, detail="full"), "05 0a000000 c8000000 0400 66756c6c"),
     "refusal": (m.Refusal(code=0x11, detail="busy é"), "04 0b000000 1100 0700 6275737920c3a9"),
     "dispatch f32": (
         f32_dispatch(),
@@ -113,6 +114,31 @@ GOLDEN: dict[str, tuple[m.Message, str]] = {
     "records": (
         m.Records(records=((300_000, b"ab"), (1, b""))),
         "23 14000000 0200 e0930400 02000000 6162 01000000 00000000",
+    ),
+    "find": (m.Find(places=((MODEL, 3), (MODEL, 258))), "24 46000000 0200" + (COUNT_32 + "0300") + (COUNT_32 + "0201")),
+    "get members": (m.GetMembers(known=(b"AAAAAAAA",)), "25 0a000000 0100 4141414141414141"),
+    "members": (
+        m.Members(gone=(b"AAAAAAAA",), records=((1, b"ab"),)),
+        "26 16000000 0100 4141414141414141 0100 01000000 02000000 6162",
+    ),
+    "watch": (m.Watch(model_id=MODEL, cursor=258), "27 28000000" + COUNT_32 + "0201000000000000"),
+    "changes": (
+        m.Changes(cursor=258, records=((1, b"ab"),)),
+        "28 14000000 0201000000000000 0100 01000000 02000000 6162",
+    ),
+    "gossip": (m.Gossip(summary=((b"AAAAAAAA", 258),)), "29 12000000 0100 4141414141414141 0201000000000000"),
+    "news": (
+        m.News(wanted=(b"AAAAAAAA",), records=((1, b"ab"),)),
+        "2a 16000000 0100 4141414141414141 0100 01000000 02000000 6162",
+    ),
+    "sync": (m.Sync(digests=(((MODEL, 3), b"DDDDDDDD"),)), "2b 2c000000 0100" + COUNT_32 + "0300 4444444444444444"),
+    "differences": (
+        m.Differences(places=((5, ((b"AAAAAAAA", 258),)), (6, ()))),
+        "2c 1a000000 0200 0500 0100 4141414141414141 0201000000000000 0600 0000",
+    ),
+    "push": (
+        m.Push(records=((1, b"ab"),), wanted=(((MODEL, 3), b"AAAAAAAA"),)),
+        "2d 38000000 0100" + COUNT_32 + "0300 4141414141414141 0100 01000000 02000000 6162",
     ),
     "get manifest": (m.GetManifest(model_id=MODEL), "30 20000000" + COUNT_32),
     "manifest": (m.ManifestBytes(data=b"{}"), "31 02000000 7b7d"),
@@ -159,6 +185,16 @@ VERSIONS = st.lists(st.integers(0, 65535), max_size=20).map(tuple)
 TEXTS = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=80)
 INDEX = st.integers(0, 65535)
 U32 = st.integers(0, 2**32 - 1)
+U64 = st.integers(0, 2**64 - 1)
+TAG = st.binary(min_size=8, max_size=8)
+
+
+def some(items: st.SearchStrategy[object]) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(items, max_size=5).map(tuple)
+
+
+PLACE = st.tuples(MODELS, INDEX)
+TOLD = some(st.tuples(U32, st.binary(max_size=50)))
 
 
 @st.composite
@@ -193,12 +229,23 @@ MESSAGES: dict[type[m.Message], st.SearchStrategy[m.Message]] = {
     m.Hello: st.builds(m.Hello, node_id=NODES, versions=VERSIONS, signature=st.binary(min_size=64, max_size=64)),
     m.Welcome: st.builds(m.Welcome, version=INDEX),
     m.Refusal: st.builds(m.Refusal, code=INDEX, detail=TEXTS),
+    m.Busy: st.builds(m.Busy, retry_after_ms=st.integers(0, 2**32 - 1), detail=TEXTS),
     m.Dispatch: dispatches(),
     m.Result: st.builds(m.Result, codec=st.sampled_from(LOSSLESS), rows=row_arrays(), compute_us=U32, queue_us=U32),
     m.Announce: st.builds(m.Announce, record=st.binary(max_size=300)),
     m.Accepted: st.builds(m.Accepted, is_new=st.booleans(), highest_seq=st.integers(0, 2**64 - 1)),
     m.Lookup: st.builds(m.Lookup, model_id=st.none() | MODELS),
     m.Records: st.builds(m.Records, records=st.lists(st.tuples(U32, st.binary(max_size=50)), max_size=5).map(tuple)),
+    m.Find: st.builds(m.Find, places=some(PLACE)),
+    m.GetMembers: st.builds(m.GetMembers, known=some(TAG)),
+    m.Members: st.builds(m.Members, gone=some(TAG), records=TOLD),
+    m.Watch: st.builds(m.Watch, model_id=MODELS, cursor=U64),
+    m.Changes: st.builds(m.Changes, cursor=U64, records=TOLD),
+    m.Gossip: st.builds(m.Gossip, summary=some(st.tuples(TAG, U64))),
+    m.News: st.builds(m.News, wanted=some(TAG), records=TOLD),
+    m.Sync: st.builds(m.Sync, digests=some(st.tuples(PLACE, TAG))),
+    m.Differences: st.builds(m.Differences, places=some(st.tuples(INDEX, some(st.tuples(TAG, U64))))),
+    m.Push: st.builds(m.Push, records=TOLD, wanted=some(st.tuples(PLACE, TAG))),
     m.GetManifest: st.builds(m.GetManifest, model_id=MODELS),
     m.ManifestBytes: st.builds(m.ManifestBytes, data=st.binary(max_size=300)),
     m.GetBlock: st.builds(m.GetBlock, model_id=MODELS, layer=INDEX, expert=INDEX),
@@ -352,7 +399,7 @@ def test_a_remote_text_cannot_steer_a_terminal() -> None:
     assert printable("plain é 漢") == "plain é 漢"
 
 
-@pytest.mark.parametrize("code", [0x00, 0x05, 0x12, 0x42, IGNORABLE_FROM - 1])
+@pytest.mark.parametrize("code", [0x00, 0x06, 0x12, 0x42, IGNORABLE_FROM - 1])
 def test_an_unknown_type_is_refused(code: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"0x{code:02x}"):
         frame_type_of(code)

@@ -35,7 +35,8 @@ from swarm.wire.events import (
     RequestReceived,
 )
 from swarm.wire.frames import HEADER, LIMITS, FrameType, encode
-from swarm.wire.session import GREETING_EXCHANGE, Session, State, hello_statement
+from swarm.wire.greetings import State, hello_statement
+from swarm.wire.session import GREETING_EXCHANGE, Session
 
 SERVER = Identity.from_seed(b"server" + bytes(26))
 CLIENT = Identity.from_seed(b"client" + bytes(26))
@@ -651,7 +652,7 @@ def test_an_exchange_number_is_served_once() -> None:
     assert server.state is State.OPEN
 
 
-@pytest.mark.parametrize("code", [0x00, 0x05, 0x7F])
+@pytest.mark.parametrize("code", [0x00, 0x06, 0x7F])
 def test_an_unknown_frame_type_below_0x80_closes(code: int) -> None:
     server = opened_pair().server
     assert_violation(server, server.receive(0, HEADER.pack(code, 0), False, now=0.0), "unknown frame type")

@@ -1,0 +1,201 @@
+"""Who stores records, as a client sees it: asked of the nodes that a person named, and how each is reached.
+
+A client's view is at most MEMBERS_S old, less where writers are told that a record belongs elsewhere. A named node that knows of
+no ring counts as one by itself: so a few independent ones are each told and asked everything, as with a ring of so many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence
+
+from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.ids import NodeId
+from swarm.net.addresses import SocketAddress, format_address, parse_address
+from swarm.net.endpoint import Endpoint
+from swarm.registry.contacts import Contact
+from swarm.registry.networks import rival_prefix
+from swarm.registry.records import RegistryNodeRecord, SignedRecord, verify
+from swarm.registry.replica import member_tag
+from swarm.registry.ring import N_REPLICAS, Ring
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 5.0
+MEMBERS_S = (
+    120.0  # between two questions who stores records; a replica that is gone is noticed by itself before; guessed
+)
+MEMBERS_RETRY_S = 10.0  # as long as a node that a person named has not answered
+MEMBERS_PATIENCE_S = 1.0  # for the slower ones, once somebody has answered
+
+
+class RingView:
+    """The ring and its members' contacts, kept up to date by whoever uses it."""
+
+    def __init__(self, endpoint: Endpoint, seeds: Sequence[tuple[SocketAddress, NodeId | None]]) -> None:
+        """`seeds`: the nodes that a person named, and which each must be; None: whoever is there."""
+        self._endpoint = endpoint
+        self._seeds = [Contact(endpoint, [address], node) for address, node in seeds]
+        self._contacts: dict[NodeId, Contact] = {}
+        self._members: dict[bytes, tuple[NodeId, RegistryNodeRecord, SignedRecord]] = {}  # by tag
+        self._ring = Ring({})
+        self._refresh_at = float("-inf")
+        self._refreshing = asyncio.Lock()
+        self._has_answered = False
+        self._arrange({})
+
+    async def close(self) -> None:
+        """End every connection; the endpoint's end does as much."""
+        await asyncio.gather(*(contact.close() for contact in {*self._contacts.values(), *self._seeds}))
+
+    async def ring(self) -> Ring:
+        """Return the ring, asked for anew now and then. Raises NetworkError when nobody was ever there to ask."""
+        if asyncio.get_running_loop().time() >= self._refresh_at:
+            async with self._refreshing:
+                if asyncio.get_running_loop().time() >= self._refresh_at:
+                    await self._refresh()
+        return self._ring
+
+    def forget(self) -> None:
+        """Ask anew at the next use."""
+        self._refresh_at = float("-inf")
+
+    def learn(self, members: Iterable[SignedRecord]) -> None:
+        """Take in members that were known before; they are tried where those that a person named do not answer."""
+        self._take_members((0, signed.to_bytes()) for signed in members)
+        self._arrange({})
+
+    def member_records(self) -> list[SignedRecord]:
+        """Return the members' own records."""
+        return [signed for _, _, signed in self._members.values()]
+
+    def contact(self, key: NodeId) -> Contact:
+        """Return how a member of the ring is reached."""
+        return self._contacts[key]
+
+    def avoided(self) -> set[NodeId]:
+        """Return the members that did not answer lately."""
+        now = asyncio.get_running_loop().time()
+        return {key for key, contact in self._contacts.items() if contact.avoid_until > now}
+
+    def rtt_s(self, key: NodeId) -> float | None:
+        """Return the smoothed round trip to a member, None if there is no connection yet."""
+        contact = self._contacts[key]
+        return None if contact.connection is None else contact.rtt_s
+
+    def unreachable(self, error: SwarmError | None) -> NetworkError:
+        """Return what to raise when nobody answers; `error` is what one of them failed with."""
+        where = ", ".join(format_address(seed.addresses[0]) for seed in self._seeds)
+        return NetworkError(f"no registry answers at {where}: {error}")
+
+    async def observed_address(self) -> str:
+        """Return `host:port` of our endpoint as the first registry node that answers sees it. Raises NetworkError."""
+        error: SwarmError = NetworkError("it does not say where it sees us")
+        for contact in self._seeds:
+            try:
+                connection = await contact.connect()
+            except (NetworkError, RemoteProtocolError) as failure:
+                error = failure
+                continue
+            if connection.observed_address:
+                return connection.observed_address
+        for contact in self._contacts.values():
+            if contact.connection is not None and contact.connection.observed_address:
+                return contact.connection.observed_address
+        raise self.unreachable(error)
+
+    async def _refresh(self) -> None:
+        asked = list(self._seeds)
+        others = [contact for contact in self._contacts.values() if contact not in asked]
+        now = asyncio.get_running_loop().time()
+        others = [contact for contact in others if contact.avoid_until <= now] or others
+        asked += random.sample(others, min(len(others), 1 if self._has_answered else N_REPLICAS))
+        answers, error = await self._ask(asked, m.GetMembers(known=tuple(self._members)))
+        if not answers and len(self._contacts) <= len(asked):
+            raise self.unreachable(error)  # there is nobody else to try
+        self._has_answered |= bool(answers)
+        said = [answer for answer in answers.values() if isinstance(answer, m.Members)]
+        if said:
+            for tag in set.intersection(*(set(answer.gone) for answer in said)):
+                self._members.pop(tag, None)
+            self._take_members(told for answer in said for told in answer.records)
+        self._arrange({contact: answer for contact, answer in answers.items() if contact in self._seeds})
+        is_settled = all(seed in answers for seed in self._seeds)
+        self._refresh_at = asyncio.get_running_loop().time() + (MEMBERS_S if is_settled else MEMBERS_RETRY_S)
+
+    async def _ask(
+        self, asked: Sequence[Contact], request: m.GetMembers
+    ) -> tuple[dict[Contact, m.Response | None], SwarmError | None]:
+        """Return what those said that answered in time; None for a refusal: it knows of no ring."""
+        tasks = {
+            asyncio.create_task(contact.request(request, timeout_s=REQUEST_TIMEOUT_S)): contact for contact in asked
+        }
+        answers: dict[Contact, m.Response | None] = {}
+        error: SwarmError | None = None
+        deadline = asyncio.get_running_loop().time() + MEMBERS_PATIENCE_S
+        waiting = set(tasks)
+        try:
+            while waiting:
+                left_s = deadline - asyncio.get_running_loop().time()
+                if answers and left_s <= 0:
+                    break
+                done, waiting = await asyncio.wait(
+                    waiting, timeout=left_s if answers else None, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    failure = task.exception()
+                    if failure is None:
+                        answers[tasks[task]] = task.result()
+                    elif isinstance(failure, RemoteRefused | Overloaded):
+                        answers[tasks[task]] = None
+                    elif isinstance(failure, SwarmError):
+                        error = failure
+                    else:
+                        raise failure
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        return answers, error
+
+    def _take_members(self, records: Iterable[m.Told]) -> None:
+        for _, data in records:
+            try:
+                signed = SignedRecord.from_bytes(data)
+                record = verify(signed)
+            except RemoteProtocolError as error:
+                logger.info("the registry passed on a bad record: %s", error)
+                continue
+            if isinstance(record, RegistryNodeRecord):
+                self._members[member_tag(record.node, record.addresses)] = record.node, record, signed
+
+    def _arrange(self, seeds: Mapping[Contact, m.Response | None]) -> None:
+        """Work out the ring and who is reached where; `seeds`: what those that a person named have answered."""
+        members: dict[NodeId, str | None] = {}
+        contacts: dict[NodeId, Contact] = {}
+        seed_of: dict[NodeId, Contact] = {}
+        for seed in self._seeds:
+            connection = seed.connection
+            node = seed.node or (connection.remote if connection is not None else None)
+            if node is not None:
+                seed_of[node] = seed
+        for node, record, _ in self._members.values():
+            addresses = [parse_address(text) for text in record.addresses]
+            known = seed_of.get(node) or self._contacts.get(node)
+            if known is None or (known not in self._seeds and known.addresses != addresses):
+                known = Contact(self._endpoint, addresses, node)
+            contacts[node] = known
+            members[node] = rival_prefix(record.addresses[0])
+        for seed in self._seeds:
+            if seed in contacts.values():
+                continue
+            stands_alone = seed in seeds and not self._members  # it knows of no ring, not even itself
+            if stands_alone or len(members) < N_REPLICAS:
+                contacts[seed.key] = seed
+                members[seed.key] = None
+        self._contacts = contacts
+        if members != self._ring.members:
+            self._ring = Ring(members)

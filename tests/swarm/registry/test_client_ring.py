@@ -1,0 +1,530 @@
+"""The registry client in a ring larger than a place's replicas: who is told, who is asked, what goes on when they are away.
+
+In memory, in virtual time; the small rings are in test_client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from swarm.errors import NetworkError
+from swarm.identity import Identity
+from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.net.endpoint import Endpoint
+from swarm.registry import answers as answers_module
+from swarm.registry.cache import RegistryCache
+from swarm.registry.client import (
+    FRESH_S,
+    RegistryAddress,
+    RegistryClient,
+)
+from swarm.registry.contacts import SUSPECT_S
+from swarm.registry.membership import MEMBER_TTL_S
+from swarm.registry.node import RegistryNode
+from swarm.registry.records import (
+    NO_MODEL,
+    ExpertAnnouncement,
+    ModelOffer,
+    Record,
+    RecordKind,
+    RegistryNodeRecord,
+    RoutingHistogram,
+    SignedRecord,
+    Withdrawal,
+    sign,
+    verify,
+)
+from swarm.registry.ring import N_REPLICAS, THE_DIRECTORY, Ring
+from swarm.registry.view import MEMBERS_RETRY_S, MEMBERS_S
+from swarm.wire import messages as m
+from tests import virtual_time
+from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.virtual_time import now
+
+US, A, B = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
+MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
+
+
+def announcement(identity: Identity, seq: int, *, model: ModelId = MODEL, experts: range = range(4)) -> SignedRecord:
+    record = ExpertAnnouncement(
+        node=identity.node_id,
+        seq=seq,
+        ttl_s=60,
+        model=model,
+        model_name="tiny",
+        experts=ExpertSet.of([0], experts),
+        addresses=("192.0.2.77:1",),
+        exact_kernels=True,
+        wire_versions=(1,),
+    )
+    return sign(record, identity)
+
+
+def offer(identity: Identity, seq: int, *, n_expert: int = 40, model: ModelId = MODEL) -> SignedRecord:
+    record = ModelOffer(
+        node=identity.node_id,
+        seq=seq,
+        ttl_s=60,
+        model=model,
+        model_name="tiny",
+        n_expert=n_expert,
+        n_expert_used=2,
+        moe_layers="0-3",
+        n_embd=64,
+        size_bytes=1000,
+        addresses=("192.0.2.77:2",),
+        offers_blocks=True,
+    )
+    return sign(record, identity)
+
+
+class RingOfTwelve:
+    """Twelve registry nodes that know each other, and clients that were told of the first."""
+
+    def __init__(self, n_nodes: int = 12) -> None:
+        self.network = FakeNetwork()
+        self.clients: list[RegistryClient] = []
+        self.identities = [Identity.from_seed(bytes([100 + n]) * 32) for n in range(n_nodes)]
+        self.nodes: dict[NodeId, RegistryNode] = {}
+        self.fakes: dict[NodeId, FakeNode] = {}
+        for n, identity in enumerate(self.identities):
+            node = RegistryNode(now=now, own=identity.node_id, pick=lambda size: 0)
+            fake = FakeNode(node_id=identity.node_id, answer=node.answer, observed_address=f"198.51.100.{n}:9")
+            self.nodes[identity.node_id], self.fakes[identity.node_id] = node, fake
+            self.network.nodes[self.address(n)] = fake
+        self.introduce(seq=1)
+
+    def address(self, n: int) -> tuple[str, int]:
+        return f"198.51.{n}.1", 7440
+
+    def introduce(self, seq: int, *, without: NodeId | None = None) -> None:
+        for n, identity in enumerate(self.identities):
+            record = RegistryNodeRecord(
+                node=identity.node_id, seq=seq, ttl_s=MEMBER_TTL_S, addresses=(f"198.51.{n}.1:7440",)
+            )
+            signed = sign(record, identity)
+            for node_id, node in self.nodes.items():
+                if node_id == identity.node_id:
+                    node.replica.membership.set_own(record, signed, now())
+                elif identity.node_id != without:
+                    node.replica.membership.learn(record, signed, now(), is_proved=True)
+
+    def client(self, *seeds: int, cache: RegistryCache | None = None) -> RegistryClient:
+        addresses = [RegistryAddress(address=self.address(n), node=self.identities[n].node_id) for n in seeds or (0,)]
+        client = RegistryClient(cast(Endpoint, FakeEndpoint(self.network, US)), addresses, cache=cache)
+        self.clients.append(client)
+        return client
+
+    def client_of(self, identity: Identity) -> RegistryClient:
+        addresses = [RegistryAddress(address=self.address(0), node=self.identities[0].node_id)]
+        client = RegistryClient(cast(Endpoint, FakeEndpoint(self.network, identity)), addresses)
+        self.clients.append(client)
+        return client
+
+    @property
+    def ring(self) -> Ring:
+        return self.nodes[self.identities[0].node_id].replica.membership.ring
+
+    def holding(self, identity: Identity) -> set[NodeId]:
+        """Return the registry nodes that have a live record of a node."""
+        return {
+            node_id
+            for node_id, node in self.nodes.items()
+            if any(identity.node_id == key[0] and slot.signed for key, slot in node.table._slots.items())
+        }
+
+    def n_requests(self) -> dict[NodeId, int]:
+        return {node: self.network.count("request", node) for node in self.nodes}
+
+
+def run(main: Callable[[RingOfTwelve], Coroutine[Any, Any, None]]) -> None:
+    async def and_close() -> None:
+        them = RingOfTwelve()
+        await main(them)
+        for client in them.clients:
+            await client.close()
+
+    virtual_time.run(and_close())
+
+
+def test_a_record_goes_to_the_five_of_each_of_its_places_and_is_found_in_one_round_trip() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client_of(A)
+        assert await client.publish(announcement(A, 4, experts=range(40))) == 4
+        expected = {node for bucket in range(3) for node in them.ring.closest((MODEL, bucket))}
+        assert them.holding(A) == expected
+        reader = them.client()
+        assert set(await reader.members()) == set(them.nodes)
+        await reader.holders(MODEL, 16)  # dials
+        before, started = them.n_requests(), now()
+        assert [record.seq for record in await reader.holders(MODEL, 16)] == [4]
+        asked = {node for node, n in them.n_requests().items() if n > before[node]}
+        assert asked == set(them.ring.closest((MODEL, 0)))
+        assert now() - started == pytest.approx(0.01), "one round trip"
+
+    run(main)
+
+
+def test_the_number_of_experts_comes_from_the_offers_and_is_asked_for_once() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(B).publish(offer(B, 1, n_expert=40))
+        await them.client_of(A).publish(announcement(A, 4, experts=range(33, 40)))
+        reader = them.client()
+        assert [record.node for record in await reader.holders(MODEL)] == [A.node_id]
+        await asyncio.sleep(1.0)  # until the slower dials are done
+        before = sum(them.n_requests().values())
+        await reader.holders(MODEL)
+        wanted = {node for bucket in range(3) for node in them.ring.closest((MODEL, bucket))}
+        assert sum(them.n_requests().values()) - before == len(wanted), "one request to each, whatever it stores"
+
+    run(main)
+
+
+def test_offers_of_all_models_come_from_the_directory_and_records_from_everywhere() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(B).publish(offer(B, 1))
+        await them.client_of(A).publish(offer(A, 1, model=OTHER_MODEL))
+        await them.client_of(A).publish(announcement(A, 4, model=OTHER_MODEL))
+        reader = them.client()
+        assert {each.model for each in await reader.offers()} == {MODEL, OTHER_MODEL}
+        assert {each.model for each in await reader.offers(MODEL)} == {MODEL}
+        kinds = [each.kind for each in await reader.records()]
+        assert sorted(kinds) == [RecordKind.EXPERTS, RecordKind.MODEL, RecordKind.MODEL]
+        assert set(them.ring.closest(THE_DIRECTORY)) <= them.holding(B)
+
+    run(main)
+
+
+def test_histograms_are_found_by_model() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        record = RoutingHistogram(
+            node=B.node_id, seq=1, ttl_s=300, model=MODEL, n_tokens=9, window_s=60, loads=((0, "f00d"),)
+        )
+        await them.client_of(B).publish(sign(record, B))
+        reader = them.client()
+        assert await reader.histograms(MODEL) == [record]
+        assert await reader.histograms(OTHER_MODEL) == []
+
+    run(main)
+
+
+def test_a_withdrawal_follows_its_record() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client_of(A)
+        await client.publish(announcement(A, 4, experts=range(40)))
+        gone = Withdrawal(node=A.node_id, seq=5, model=MODEL, withdraws=RecordKind.EXPERTS)
+        await client.publish(sign(gone, A))
+        assert them.holding(A) == set()
+        assert await them.client().holders(MODEL, 40) == []
+
+    run(main)
+
+
+def test_a_replica_that_is_down_delays_a_reader_little_and_once() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(A).publish(announcement(A, 4))
+        reader = them.client()
+        await reader.members()
+        near = [node for node in them.ring.closest((MODEL, 0)) if node != them.identities[0].node_id]
+        for node in near[:2]:
+            them.fakes[node].is_up = False
+        started = now()
+        assert len(await reader.holders(MODEL, 16)) == 1
+        assert now() - started <= 1.01, "two round trips of a guessed half second"
+        await asyncio.sleep(5.0)  # until the dials have failed
+        started = now()
+        assert len(await reader.holders(MODEL, 16)) == 1
+        assert now() - started <= 0.05, "others are asked in their place"
+
+    run(main)
+
+
+def test_replicas_that_fall_silent_are_noticed_though_each_lookup_gives_them_up_early() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(A).publish(announcement(A, 4))
+        reader = them.client()
+        for _ in range(3):
+            await reader.holders(MODEL, 16)  # all are dialled, and their round trips known
+        near = [node for node in them.ring.closest((MODEL, 0)) if node != them.identities[0].node_id]
+        for node in near[:2]:
+            them.fakes[node].is_up = False  # without a word: their connections look open
+        took = []
+        for _ in range(6):
+            started = now()
+            assert len(await reader.holders(MODEL, 16)) == 1
+            took.append(round(now() - started, 3))
+            await asyncio.sleep(0.5)
+        assert max(took[:2]) <= 0.06, "two round trips, or a moment"
+        assert took[-1] == 0.01, "others are asked in their place"
+
+    run(main)
+
+
+def test_a_writer_tells_others_in_place_of_one_that_is_down_and_it_again_when_it_is_back() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client_of(A)
+        near = them.ring.closest((MODEL, 0), N_REPLICAS + 1)
+        down = next(node for node in near if node != them.identities[0].node_id)
+        await client.members()
+        them.fakes[down].is_up = False
+        await client.publish(announcement(A, 4))
+        assert them.holding(A) == set(near[:N_REPLICAS]) - {down}
+        await client.publish(announcement(A, 5))
+        assert them.holding(A) == set(near) - {down}
+        them.fakes[down].is_up = True
+        await asyncio.sleep(SUSPECT_S)
+        await client.publish(announcement(A, 6))
+        assert down in them.holding(A)
+
+    run(main)
+
+
+def test_a_view_that_is_out_of_date_is_asked_for_anew_and_the_record_told_again() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client_of(A)
+        await client.members()
+        for fake in list(them.fakes.values()):
+            inner = fake.answer
+
+            def refuse_once(asker: NodeId, request: m.Request, fake: FakeNode = fake, inner: Any = inner) -> Any:
+                if isinstance(request, m.Announce):
+                    fake.answer = inner
+                    raise LookupError("these records are stored at other registry nodes")
+                return inner(asker, request)
+
+            fake.answer = refuse_once
+        n_members = sum(them.n_requests().values())
+        assert await client.publish(announcement(A, 4)) == 4
+        assert sum(them.n_requests().values()) - n_members >= 2 * N_REPLICAS + 1
+
+    run(main)
+
+
+def test_members_are_asked_for_now_and_then_and_more_often_while_a_named_one_is_away() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client(0)
+        assert len(await client.members()) == 12
+        gone = them.identities[-1]
+        left = Withdrawal(node=gone.node_id, seq=2, model=NO_MODEL, withdraws=RecordKind.REGISTRY)
+        for node in them.nodes.values():
+            node.replica.membership.learn(left, sign(left, gone), now())
+        assert len(await client.members()) == 12
+        await asyncio.sleep(MEMBERS_S)
+        assert len(await client.members()) == 11
+        second = them.client(0, 1)
+        them.fakes[them.identities[1].node_id].is_up = False
+        await second.members()
+        before = them.network.count("request", them.identities[0].node_id)
+        await asyncio.sleep(MEMBERS_RETRY_S)
+        await second.members()
+        assert them.network.count("request", them.identities[0].node_id) == before + 1
+
+    run(main)
+
+
+def test_once_the_ring_is_known_the_named_node_may_be_away() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client_of(A)
+        await client.publish(announcement(A, 4))
+        them.fakes[them.identities[0].node_id].is_up = False
+        them.fakes[them.identities[0].node_id].lose_connections()
+        await asyncio.sleep(MEMBERS_S)
+        assert await client.publish(announcement(A, 5)) == 5
+        assert [record.seq for record in await client.holders(MODEL, 16)] == [5]
+
+    run(main)
+
+
+def test_ground_members_of_one_network_get_one_replica_in_a_clients_ring_too() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        assert set((await them.client().members()).values()) == {f"198.51.{n}.0/24" for n in range(12)}
+
+    run(main)
+
+
+# Watching
+
+
+def test_a_watch_tells_of_what_is_new_until_it_is_cancelled() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        told: list[Record] = []
+        reader = them.client()
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        client = them.client_of(A)
+        await client.publish(announcement(A, 1))
+        task = asyncio.create_task(reader.watch(MODEL, told.extend))
+        await asyncio.sleep(1.0)
+        assert told == [], "what was there already is no news"
+        await client.publish(announcement(A, 2, experts=range(8)))
+        await asyncio.sleep(1.0)
+        assert {(record.node, record.seq) for record in told} == {(A.node_id, 2)}
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(main)
+
+
+def test_while_a_watch_stands_a_large_ring_is_not_asked_again_until_it_tells_of_news() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        reader = them.client()
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        client = them.client_of(A)
+        await client.publish(announcement(A, 1))
+        task = asyncio.create_task(reader.watch(MODEL, lambda news: None))
+        await asyncio.sleep(1.0)
+
+        async def n_asked() -> int:
+            before = sum(them.n_requests().values())
+            assert [record.node for record in await reader.holders(MODEL)] == [A.node_id]
+            return sum(them.n_requests().values()) - before
+
+        assert [await n_asked() > 0, await n_asked() > 0] == [True, False]
+        await client.publish(announcement(A, 2, experts=range(8)))
+        await asyncio.sleep(1.0)
+        assert [record.seq for record in await reader.holders(MODEL)] == [2]
+        assert await n_asked() == 0
+        await asyncio.sleep(FRESH_S)
+        assert await n_asked() > 0
+        task.cancel()
+        await asyncio.wait([task])
+        assert await n_asked() > 0, "without a watch every question is asked"
+
+    run(main)
+
+
+def test_a_signature_is_checked_once_however_many_replicas_tell_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_checked = 0
+
+    def count(signed: SignedRecord) -> Record:
+        nonlocal n_checked
+        n_checked += 1
+        return verify(signed)
+
+    async def main(them: RingOfTwelve) -> None:
+        nonlocal n_checked
+        await them.client_of(A).publish(announcement(A, 1))
+        reader = them.client()
+        await reader.members()
+        monkeypatch.setattr(answers_module, "verify", count)
+        for _ in range(3):
+            assert len(await reader.holders(MODEL, 16)) == 1
+        assert n_checked == 1
+
+    run(main)
+
+
+def test_a_watch_outlives_its_registry_nodes() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        told: list[Record] = []
+        reader = them.client()
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        task = asyncio.create_task(reader.watch(MODEL, told.extend))
+        await asyncio.sleep(1.0)
+        for fake in them.fakes.values():
+            fake.is_up = False
+            fake.lose_connections()
+        await asyncio.sleep(20.0)
+        for fake in them.fakes.values():
+            fake.is_up = True
+        await asyncio.sleep(20.0)
+        await them.client_of(A).publish(announcement(A, 2))
+        await asyncio.sleep(1.0)
+        assert {record.node for record in told} == {A.node_id}
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(main)
+
+
+# What is kept on disk
+
+
+class MemoryCache(RegistryCache):
+    """A cache whose file is a variable: virtual time knows no threads."""
+
+    def __init__(self, content: tuple[list[SignedRecord], list[SignedRecord]] = ([], [])) -> None:
+        super().__init__(Path("nowhere"))
+        self.content = content
+        self.n_saved = 0
+
+    def load(self) -> tuple[list[SignedRecord], list[SignedRecord]]:
+        return self.content
+
+    def save(self, members: Any, records: Any) -> None:
+        self.content = list(members), list(records)
+        self.n_saved += 1
+
+
+@pytest.fixture(autouse=True)
+def _no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def here(function: Callable[..., Any], *arguments: Any) -> Any:
+        return function(*arguments)
+
+    monkeypatch.setattr(asyncio, "to_thread", here)
+
+
+def test_with_no_registry_node_left_a_new_client_goes_on_with_what_was_found_last_time() -> None:
+    cache = MemoryCache()
+
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        await them.client_of(A).publish(announcement(A, 4))
+        first = them.client(cache=cache)
+        await first.offers(MODEL)
+        await asyncio.sleep(120)
+        assert cache.n_saved == 1
+        for fake in them.fakes.values():
+            fake.is_up = False
+        second = them.client(cache=cache)
+        assert [record.node for record in await second.offers(MODEL)] == [B.node_id]
+
+    run(main)
+
+
+def test_the_members_of_last_time_are_tried_when_the_named_one_is_away() -> None:
+    cache = MemoryCache()
+
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(A).publish(announcement(A, 4))
+        await them.client(cache=cache).holders(MODEL, 16)
+        them.fakes[them.identities[0].node_id].is_up = False
+        assert len(cache.content[0]) == 12
+        second = them.client(cache=cache)
+        assert [record.seq for record in await second.holders(MODEL, 16)] == [4]
+
+    run(main)
+
+
+def test_a_client_that_was_answered_once_says_when_nobody_answers_any_more() -> None:
+    cache = MemoryCache()
+
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client(cache=cache)
+        await them.client_of(A).publish(announcement(A, 4))
+        assert len(await client.holders(MODEL, 16)) == 1
+        for fake in them.fakes.values():
+            fake.is_up = False
+            fake.lose_connections()
+        with pytest.raises(NetworkError):
+            await client.holders(MODEL, 16)
+
+    run(main)
+
+
+def test_a_forged_record_in_the_cache_is_not_used() -> None:
+    good = announcement(A, 4)
+    forged = SignedRecord(payload=good.payload.replace(b'"seq":4', b'"seq":9'), signature=good.signature)
+
+    async def main(them: RingOfTwelve) -> None:
+        for fake in them.fakes.values():
+            fake.is_up = False
+        client = them.client(cache=MemoryCache(([forged], [forged, good])))
+        assert [record.seq for record in await client.holders(MODEL, 16)] == [4]
+
+    run(main)
