@@ -10,6 +10,8 @@ from pathlib import Path
 
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.generate import Backbone
+from swarm.backbone.histogram import HistogramPublisher
+from swarm.backbone.own_experts import OwnExperts
 from swarm.backbone.prepared import PreparedModel, ProgressCallback, prepare_model
 from swarm.backbone.share import SERVES
 from swarm.dispatch.dispatcher import Dispatcher
@@ -24,6 +26,7 @@ from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
+from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
 from swarm.registry.records import ModelOffer
 from swarm.wire import messages as m
@@ -37,6 +40,8 @@ class BackboneConfig:
     Attributes:
         model_file: a whole GGUF file, or a `backbone.gguf` with its manifest.json beside it.
         n_draft: most tokens that a step drafts by prompt lookup; 0: no drafts.
+        last_resort: compute experts here, from a whole `model_file`, while no peer answers for them.
+        shares_histogram: tell the registry how often each expert is chosen.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -48,6 +53,8 @@ class BackboneConfig:
     advertise: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
     n_draft: int = 0
+    last_resort: bool = False
+    shares_histogram: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,25 +104,39 @@ async def open_backbone(
     async with endpoint, contextlib.AsyncExitStack() as stack:
         pool = Pool(endpoint)
         stack.push_async_callback(pool.close)
-        registry = RegistryClient(endpoint, config.registry)
+        kept = RegistryCache(config.folders.cache / f"registry-{identity.node_id.short}.json")
+        registry = RegistryClient(endpoint, config.registry, cache=kept)
+        stack.push_async_callback(registry.close)
         placement = Placement(
             manifest.model_id,
             manifest.spec.moe_layers,
             manifest.spec.n_expert,
             require_exact=config.wire.back is WireForm.EXACT,
         )
-        holders = Holders(registry, pool, placement, manifest.model_id)
-        dispatcher = Dispatcher(manifest.model_id, manifest.spec, holders, config.wire)
+        own: OwnExperts | None = None
+        if config.last_resort and prepared.file is not None:
+            own = OwnExperts(config.model_file, manifest.spec, n_threads=config.engine.n_threads)
+            stack.callback(own.close)
+        holders = Holders(registry, pool, placement, manifest.model_id, own=own)
+        dispatcher = Dispatcher(manifest.model_id, manifest.spec, holders, config.wire, home=identity.node_id.raw)
+        stack.push_async_callback(dispatcher.close)
         engine = Engine(prepared.backbone_path, manifest.spec, config.engine, dispatcher)
+        numbers = SequenceNumbers(config.folders.state / f"{identity.node_id}.seq")
         announcer = Announcer(
             registry,
             identity,
-            SequenceNumbers(config.folders.state / f"{identity.node_id}.seq"),
+            numbers,
             lambda seq, address: _offer(config, identity, prepared, seq, address),
         )
         async with _cancelled_at_exit() as tasks:
             tasks.create_task(announcer.run())
             tasks.create_task(holders.run())
+            if config.shares_histogram:
+                publisher = HistogramPublisher(
+                    registry, identity, numbers, dispatcher.popularity, manifest.model_id, now=dispatcher.now
+                )
+                tasks.create_task(publisher.run())
+            tasks.create_task(registry.watch(manifest.model_id, lambda news: holders.look_soon()))
             await engine.start()
             try:
                 yield RunningBackbone(

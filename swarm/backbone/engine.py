@@ -320,7 +320,8 @@ class Engine:
 
     def _load(self) -> None:
         config = self._config
-        self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels)
+        # Only where nothing is repacked does a mapped file cost less memory than one that was read.
+        self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels, is_mapped=config.exact_kernels)
         assert self._bridge is not None
         self._hook = MoeHook(self._spec.moe_layers, self._bridge, overlaps=config.overlaps)
         n_ctx = config.n_ctx or min(self._model.n_ctx_train or 4096, 4096)

@@ -9,6 +9,9 @@ llama.cpp calls back for every node of its graph, before (`ask`) and, for the no
       or, later,
     the node before the one that uses ffn_moe_out-N
 
+What the graph computes of the stubs in between is turned off (`stub_nodes`). An experts object that computes at once is asked
+only at `ffn_moe_out`, where the graph allows it: one stop of the graph instead of two.
+
 *Overlap.* The shared expert is computed after `ffn_moe_out` and before the sum that uses it. On a layer's first pass the hook
 waits at `ffn_moe_out` and learns the name of the node just before its consumer; from then on it waits only there, so that
 the shared expert runs during the round trip.
@@ -23,21 +26,23 @@ import ctypes
 import re
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from swarm.backbone.stub_nodes import MAX_SOURCES, StubNodes
 from swarm.errors import EngineError
-from swarm.native.ggml import op_code, read_tensor, tensor_name, tensor_op, tensor_source, write_tensor
+from swarm.native.ggml import read_tensor, tensor_name, tensor_source, view_tensor, write_tensor
 from swarm.native.layouts import GgmlTensor
 
-_NAME = re.compile(r"ffn_moe_(weights|up|gate_up|out)[a-z_]*-(\d+)")
+_NAME = re.compile(r"ffn_moe_(weights|up|gate_up|gate|out)[a-z_]*-(\d+)")
+_MATTERS = (b"ffn_moe_weights", b"ffn_moe_up", b"ffn_moe_gate", b"ffn_moe_out")  # what names of `_NAME` begin with
 _NAME_OFFSET = GgmlTensor.name.offset
 # The first eight characters of every name above, as one number: nearly all of a graph's nodes are turned away by one
 # comparison, which matters because the callback runs for each of them.
-MAX_SOURCES = 10  # GGML_MAX_SRC, by the layout of ggml_tensor
 _PREFIX = int.from_bytes(b"ffn_moe_", "little")
+_word_at = ctypes.c_uint64.from_address
 
 
 class LayerResult(Protocol):
@@ -52,7 +57,10 @@ class LayerResult(Protocol):
 
 
 class ExpertBackend(Protocol):
-    """Whoever computes the routed experts of a layer: the swarm, or an executor in this process."""
+    """Whoever computes the routed experts of a layer: the swarm, or an executor in this process.
+
+    One that computes in the caller's thread can also be an `AtOnceBackend`.
+    """
 
     def begin(
         self,
@@ -61,7 +69,23 @@ class ExpertBackend(Protocol):
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
     ) -> LayerResult:
-        """Start computing x [T, D] for the choice [T, K]; must not block."""
+        """Start computing x [T, D] for the choice [T, K]; must not block, unless it answers at once."""
+        ...
+
+
+@runtime_checkable
+class AtOnceBackend(Protocol):
+    """Experts in this process: `compute_into` returns with the output written. What it gets is the graph's own memory."""
+
+    def compute_into(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+        out: npt.NDArray[np.float32],
+    ) -> None:
+        """Write the routed experts' output, [T, D], for x [T, D] and the choice [T, K] (perhaps a strided view)."""
         ...
 
 
@@ -92,6 +116,15 @@ class OverlapStats:
         return self.hidden_s / self.local_s if self.local_s else 0.0
 
 
+class _Places(NamedTuple):
+    """Where a layer's inputs and output lie in one graph: views, not copies."""
+
+    x: npt.NDArray[np.float32]  # [T, D]
+    ids: npt.NDArray[np.int32]  # [T, K]
+    weights: npt.NDArray[np.float32]  # [T, K]
+    out: npt.NDArray[np.float32]  # [T, D]
+
+
 class _Deferred(NamedTuple):
     """A layer whose `ffn_moe_out` has passed and which is waited for at a later node."""
 
@@ -115,50 +148,96 @@ class MoeHook:
     def __init__(self, moe_layers: tuple[int, ...], experts: ExpertBackend, *, overlaps: bool = True) -> None:
         """`overlaps` False waits at `ffn_moe_out` always: for comparison."""
         self.overlap = OverlapStats()
-        self._overlaps = overlaps
+        self._at_once = experts if isinstance(experts, AtOnceBackend) else None
+        self._overlaps = overlaps and self._at_once is None
         self._boundaries: dict[int, str | None] = {}  # layer -> node to wait at; None: at ffn_moe_out
         self._lesson: _Lesson | None = None
         self._deferred: _Deferred | None = None
         self._began_at: dict[int, float] = {}
         self._moe_layers = frozenset(moe_layers)
         self._experts = experts
+        self._stubs = StubNodes()
+        self._kinds: dict[bytes, tuple[str, int] | None] = {}  # name -> kind and layer of a node that matters
+        self._boring: set[int] = set()  # the next eight characters of names with which none begins that matters
+        self._is_watching = False  # each node: for a lesson, a node to wait at, or dead ones
         self._weights: dict[int, int] = {}  # layer -> pointer of the last ffn_moe_weights* node of this graph
+        self._put_off: dict[
+            int, int
+        ] = {}  # layer -> pointer of the stub's product: computed once ffn_moe_out is reached
+        self._places: dict[int, _Places] = {}  # layer -> of its latest graph
         self._pending: dict[int, LayerResult] = {}
         self._error: BaseException | None = None
-        self._mul_mat_id = op_code("MUL_MAT_ID")
 
     def __call__(self, tensor: int, ask: bool) -> bool:
         """Return whether llama.cpp shall call again after computing `tensor` (ask), or go on (after)."""
-        if self._lesson is not None and ask:
-            self._learn(self._lesson, tensor)
-        if self._deferred is not None and tensor_name(tensor) == self._deferred.boundary:
-            if not ask:
-                self._write(self._deferred.layer, self._deferred.out)
-                self._deferred = None
-            return True
-        if ctypes.c_uint64.from_address(tensor + _NAME_OFFSET).value != _PREFIX:
+        if self._is_watching:  # rare: nearly all nodes are turned away by the one comparison below
+            if self._lesson is not None and ask:
+                self._learn(self._lesson, tensor)
+            if self._deferred is not None and tensor_name(tensor) == self._deferred.boundary:
+                if not ask:
+                    self._write(self._deferred.layer, self._deferred.out)
+                    self._deferred = None
+                    self._is_watching = False
+                return True
+            if ask and self._stubs.is_searching:
+                self._stubs.follow(tensor)
+            self._is_watching = self._stubs.is_searching or self._lesson is not None or self._deferred is not None
+        if _word_at(tensor + _NAME_OFFSET).value != _PREFIX:
             return not ask
-        match = _NAME.fullmatch(tensor_name(tensor))
-        if match is None:  # "ffn_moe_up-3 (view)" and the like
+        word = _word_at(tensor + _NAME_OFFSET + 8).value
+        if word in self._boring:
             return not ask
-        kind, layer = match[1], int(match[2])
+        name: bytes = GgmlTensor.from_address(tensor).name
+        try:
+            found = self._kinds[name]
+        except KeyError:
+            found = self._kinds[name] = _kind_of(name)
+            if not name.startswith(_MATTERS):
+                self._boring.add(word)
+        if found is None:  # "ffn_moe_up-3 (view)" and the like
+            return not ask
+        kind, layer = found
         if ask:
-            if kind == "weights":
-                self._weights[layer] = tensor
-                return False
-            if kind != "out":
-                # The stub's own matrix product alone carries x and the ids; an activation may share the name's beginning.
-                return tensor_op(tensor) == self._mul_mat_id
+            return self._is_wanted(kind, layer, tensor)
+        if kind == "out":
+            product = self._put_off.pop(layer, None)
+            if product is None:
+                self._write(layer, tensor)
+            else:
+                self._compute_at_once(layer, product, tensor)
+            if self._overlaps and layer not in self._boundaries:
+                self._lesson = _Lesson(layer, tensor)
+                self._is_watching = True
+        else:
+            self._begin(layer, tensor)
+        return True
+
+    def _is_wanted(self, kind: str, layer: int, tensor: int) -> bool:
+        """Return whether to be called again once a node of this layer is computed."""
+        if kind == "weights":
+            self._weights[layer] = tensor
+            return False
+        if kind == "out":
+            if self._stubs.is_searching:
+                self._stubs.end(layer)
             boundary = self._boundaries.get(layer)
             if boundary is not None:
                 self._deferred = _Deferred(layer, tensor, boundary)
+                self._is_watching = True
             return boundary is None
-        if kind == "out":
-            self._write(layer, tensor)
-            if self._overlaps and layer not in self._boundaries:
-                self._lesson = _Lesson(layer, tensor)
-        else:
-            self._begin(layer, tensor)
+        # The stub's own matrix product alone carries x and the ids; an activation may share the name's beginning.
+        if not self._stubs.is_product(tensor):
+            return False
+        is_new = not self._stubs.is_off(tensor)
+        if is_new:
+            self._places.pop(layer, None)
+            self._stubs.start(tensor)
+            self._is_watching = True
+        if kind == "gate":
+            return False
+        if self._at_once is not None and not is_new and self._stubs.is_closed(layer):
+            self._put_off[layer] = tensor
+            return False
         return True
 
     def _learn(self, lesson: _Lesson, tensor: int) -> None:
@@ -176,18 +255,17 @@ class MoeHook:
             self._boundaries.clear()  # should a graph ever lack a node that another had: learn anew
         self._pending.clear()
         self._weights.clear()
+        self._put_off.clear()
+        self._stubs.forget()
         self._deferred = self._lesson = None
+        self._is_watching = False
         return error
 
     def _begin(self, layer: int, tensor: int) -> None:
         if self._error is not None:
             return
         try:
-            if layer not in self._moe_layers or layer not in self._weights:
-                raise EngineError(f"the graph's layer {layer} is not as the model's spec says")
-            x_node, ids_node = tensor_source(tensor, 1), tensor_source(tensor, 2)
-            if x_node is None or ids_node is None:
-                raise EngineError(f"the expert node of layer {layer} has no inputs")
+            x_node, ids_node = self._inputs(layer, tensor)
             ids = _matrix(read_tensor(ids_node))  # [T, K]
             if len(ids) == 0:
                 self._pending[layer] = _NoRows()
@@ -198,6 +276,36 @@ class MoeHook:
             self._pending[layer] = self._experts.begin(layer, x, ids, weights)
         except Exception as error:
             self._error = error
+
+    def _inputs(self, layer: int, tensor: int) -> tuple[int, int]:
+        """Return the nodes of x and of the ids of a stub's product."""
+        if layer not in self._moe_layers or layer not in self._weights:
+            raise EngineError(f"the graph's layer {layer} is not as the model's spec says")
+        x_node, ids_node = tensor_source(tensor, 1), tensor_source(tensor, 2)
+        if x_node is None or ids_node is None:
+            raise EngineError(f"the expert node of layer {layer} has no inputs")
+        return x_node, ids_node
+
+    def _compute_at_once(self, layer: int, product: int, out: int) -> None:
+        assert self._at_once is not None
+        if self._error is None:
+            try:
+                places = self._places.get(layer)
+                if places is None:  # the first time in this graph; used again, it has its tensors where they were
+                    x_node, ids_node = self._inputs(layer, product)
+                    ids = _matrix(view_tensor(ids_node))  # [T, K]
+                    places = self._places[layer] = _Places(
+                        x=_matrix(view_tensor(x_node).swapaxes(1, 2)),  # [1, T, 1, D] -> [T, D]
+                        ids=ids,
+                        weights=view_tensor(self._weights[layer]).reshape(ids.shape),
+                        out=_matrix(view_tensor(out)),
+                    )
+                if len(places.ids):
+                    self._at_once.compute_into(layer, *places)
+                return
+            except BaseException as error:
+                self._error = error
+        _write_zeros(out)
 
     def _write(self, layer: int, tensor: int) -> None:
         if self._error is None:
@@ -212,9 +320,7 @@ class MoeHook:
                 return
             except BaseException as error:  # a cancelled wait too: the engine's thread must survive it
                 self._error = error
-        # Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts.
-        shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
-        write_tensor(tensor, np.zeros(shape, np.float32))
+        _write_zeros(tensor)
 
     def _count(self, layer: int, reached_at: float, done_at: float | None) -> None:
         began_at = self._began_at.get(layer, reached_at)
@@ -223,6 +329,17 @@ class MoeHook:
         if done_at is not None:
             self.overlap.hidden_s += min(local_s, max(done_at - began_at, 0.0))
         self.overlap.waited_s += time.perf_counter() - reached_at
+
+
+def _write_zeros(tensor: int) -> None:
+    """Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts."""
+    shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
+    write_tensor(tensor, np.zeros(shape, np.float32))
+
+
+def _kind_of(name: bytes) -> tuple[str, int] | None:
+    match = _NAME.fullmatch(name.decode("utf-8", "replace"))
+    return (match[1], int(match[2])) if match is not None else None
 
 
 def _matrix(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

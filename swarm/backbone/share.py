@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from swarm.errors import ExpertUnavailable, RemoteProtocolError, SwarmError
+from swarm.errors import ExpertUnavailable, Refused, RemoteProtocolError, SwarmError
 from swarm.model.manifest import Manifest
 from swarm.model.source import BlockSource
 from swarm.wire import messages as m
@@ -35,7 +35,7 @@ class ModelShare:
 
         Raises:
             LookupError: another model, or a block that is not here.
-            SwarmError: a block that cannot be read.
+            Refused: a block that cannot be read.
         """
         if not isinstance(request, m.GetManifest | m.GetBlock):
             raise RemoteProtocolError(f"not for a model's share: got {type(request).__name__}")
@@ -54,7 +54,7 @@ class ModelShare:
                 level = logging.DEBUG if self._has_failed else logging.WARNING  # once: askers come again and again
                 logger.log(level, "cannot read layer %d, expert %d: %s", request.layer, request.expert, error)
                 self._has_failed = True
-                raise SwarmError(
+                raise Refused(
                     f"this node cannot read layer {request.layer}, expert {request.expert} at the moment"
                 ) from None
         return m.BlockBytes(data=data)

@@ -68,19 +68,37 @@ class ExpertExecutor:
             EngineError: ggml failed.
         """
         self._check_untrusted(layer, x, row_counts, expert_ids, weights)
-        counts = row_counts.astype(np.intp)  # [N]
-        rows = np.repeat(np.arange(len(counts)), counts)  # [P]
         try:
-            y = self._ffn.compute(layer, x, rows, expert_ids)  # [P, D]
+            y = self._compute(layer, x, row_counts, expert_ids, weights)
         except ExpertNotLoaded as error:
             raise ExpertsNotHeld(str(error)) from error
         with self._lock:
             self._counts[self._row_of[layer]] += np.bincount(expert_ids, minlength=self._spec.n_expert)
+        return y
+
+    def _compute(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        row_counts: npt.NDArray[np.uint8],
+        expert_ids: npt.NDArray[np.integer],
+        weights: npt.NDArray[np.float32] | None,
+    ) -> npt.NDArray[np.float32]:
+        n_rows, n_pairs = len(row_counts), len(expert_ids)
+        if n_pairs <= self._ffn.max_pairs and (row_counts == row_counts[0]).all():
+            # One token, or one peer that holds all: no row is copied, and ggml makes the sums. The bits are the same.
+            shape = (n_rows, n_pairs // n_rows)
+            y = self._ffn.compute_choice(
+                layer, x, expert_ids.reshape(shape), None if weights is None else weights.reshape(shape)
+            )
+            return y.reshape(-1, x.shape[1])  # [N, D] or [P, D]
+        counts = row_counts.astype(np.intp)  # [N]
+        rows = np.repeat(np.arange(n_rows), counts)  # [P]
+        y = self._ffn.compute(layer, x, rows, expert_ids)  # [P, D]
         if weights is None:
             return y
         y *= weights[:, None]
-        starts = np.cumsum(counts) - counts  # [N]
-        return _sum_rows(y, starts, counts)  # [N, D]
+        return _sum_rows(y, np.cumsum(counts) - counts, counts)  # [N, D]
 
     def _check_untrusted(
         self,

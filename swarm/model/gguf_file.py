@@ -294,6 +294,10 @@ class GgufFile:
         except ValueError as error:
             raise UserError(f"bad metadata {key} in {self.path}: {error}") from error
 
+    def position(self, name: str) -> int:
+        """Return at which byte of the file a tensor's data begin."""
+        return self._offsets[name]
+
     def read(self, name: str, offset: int, size_bytes: int) -> bytes:
         """Return `size_bytes` of a tensor's data from `offset` on.
 

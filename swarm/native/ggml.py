@@ -24,7 +24,8 @@ DTYPES: dict[int, np.dtype[Any]] = {
     GGML_TYPE_F16: np.dtype(np.float16),
     GGML_TYPE_I32: np.dtype(np.int32),
 }
-GRAPH_SIZE = 32  # nodes, and leaves, that a graph of `TensorContext` can hold: an expert FFN has six of each at most
+GRAPH_SIZE = 32  # nodes, and leaves, that a graph of `TensorContext` can hold unless asked for more
+REPACK_NAME = b"CPU_REPACK"  # the buffer type whose layout keeps every expert's bytes where they were
 LAST_OP = b"GLU"  # last of enum ggml_op in both builds: ggml_op_name reads past its table after it
 MAX_OPS = 256  # far above the count of ops in both builds
 
@@ -47,6 +48,10 @@ class _Ggml:
         self.new_tensor = find("ggml_new_tensor", p, p, i32, i32, ctypes.POINTER(i64))
         self.mul_mat_id = find("ggml_mul_mat_id", p, p, p, p, p)
         self.swiglu_split = find("ggml_swiglu_split", p, p, p, p)
+        self.mul = find("ggml_mul", p, p, p, p)
+        self.mul_inplace = find("ggml_mul_inplace", p, p, p, p)
+        self.add = find("ggml_add", p, p, p, p)
+        self.add_inplace = find("ggml_add_inplace", p, p, p, p)
         self.view_3d = find("ggml_view_3d", p, p, p, i64, i64, i64, size, size, size)
         self.new_graph = find("ggml_new_graph_custom", p, p, size, ctypes.c_bool)
         self.expand = find("ggml_build_forward_expand", None, p, p)
@@ -54,7 +59,13 @@ class _Ggml:
         self.cpu_set_n_threads = find("ggml_backend_cpu_set_n_threads", None, p, i32)
         self.backend_free = find("ggml_backend_free", None, p)
         self.alloc_buffer = find("ggml_backend_alloc_buffer", p, p, size)
+        self.buft_alloc_buffer = find("ggml_backend_buft_alloc_buffer", p, p, size)
+        self.buft_name = find("ggml_backend_buft_name", ctypes.c_char_p, p)
+        self.get_device = find("ggml_backend_get_device", p, p)
+        self.device_registry = find("ggml_backend_dev_backend_reg", p, p)
+        self.proc_address = find("ggml_backend_reg_get_proc_address", p, p, ctypes.c_char_p)
         self.buffer_free = find("ggml_backend_buffer_free", None, p)
+        self.buffer_is_host = find("ggml_backend_buffer_is_host", ctypes.c_bool, p)
         self.buffer_base = find("ggml_backend_buffer_get_base", p, p)
         self.buffer_size = find("ggml_backend_buffer_get_size", size, p)
         self.buffer_alignment = find("ggml_backend_buffer_get_alignment", size, p)
@@ -84,6 +95,11 @@ def tensor_name(pointer: int) -> str:
 def tensor_op(pointer: int) -> int:
     """Return the code of the operation that makes the tensor; compare it with `op_code`."""
     return int(GgmlTensor.from_address(pointer).op)
+
+
+def set_tensor_op(pointer: int, code: int) -> None:
+    """Make another operation of the tensor, such as NONE, which computes nothing; a code from `op_code`."""
+    GgmlTensor.from_address(pointer).op = code
 
 
 def tensor_source(pointer: int, index: int) -> int | None:
@@ -132,6 +148,19 @@ def read_tensor(pointer: int) -> npt.NDArray[Any]:
     return np.ndarray(shape, dtype, span.data, 0, strides).copy()
 
 
+def view_tensor(pointer: int) -> npt.NDArray[Any]:
+    """Return the tensor itself, shape (ne3, ne2, ne1, ne0), of type f32, f16 or i32: no copy, and only while it has that memory.
+
+    Raises:
+        EngineError: the tensor has another type, or no memory that this process can read.
+    """
+    tensor, dtype, shape, strides, span_bytes = _geometry(pointer)
+    if not tensor.buffer or not _ggml().buffer_is_host(tensor.buffer):
+        raise EngineError(f"tensor {tensor_name(pointer)} is not in this process's memory")
+    memory = memoryview((ctypes.c_uint8 * span_bytes).from_address(tensor.data))
+    return np.ndarray(shape, dtype, memory, 0, strides)
+
+
 def write_tensor(pointer: int, array: npt.ArrayLike) -> None:
     """Overwrite the tensor with an array of as many elements, taken in C order and converted to the tensor's type.
 
@@ -154,6 +183,29 @@ def write_tensor(pointer: int, array: npt.ArrayLike) -> None:
         np.ndarray(shape, dtype, span.data, 0, strides)[...] = values.reshape(shape)
         values = span
     _ggml().tensor_set(pointer, values.ctypes.data, 0, span_bytes)
+
+
+def write_bytes(pointer: int, data: npt.NDArray[np.uint8]) -> None:
+    """Overwrite the whole tensor, of any type, with its bytes as GGUF stores them.
+
+    Raises:
+        EngineError: the tensor has no memory, or another size.
+    """
+    tensor = GgmlTensor.from_address(pointer)
+    size_bytes = tensor.ne[3] * tensor.nb[3]
+    if not tensor.data or data.nbytes != size_bytes or not data.flags.c_contiguous:
+        raise EngineError(f"bytes do not fit tensor {tensor_name(pointer)}: got {data.nbytes}, expected {size_bytes}")
+    _ggml().tensor_set(pointer, data.ctypes.data, 0, size_bytes)
+
+
+def is_repacked(pointer: int) -> bool:
+    """Return whether a tensor in a buffer of `CpuBackend.repack_type` is stored in another form than GGUF's."""
+    return bool(GgmlTensor.from_address(pointer).extra)
+
+
+def point_at(pointer: int, array: npt.NDArray[Any]) -> None:
+    """Let the tensor's data be this array's memory, C order; the caller keeps the array alive for every computation."""
+    GgmlTensor.from_address(pointer).data = array.__array_interface__["data"][0]  # array.ctypes takes thrice as long
 
 
 def _geometry(pointer: int) -> tuple[GgmlTensor, np.dtype[Any], tuple[int, ...], tuple[int, ...], int]:
@@ -192,8 +244,12 @@ class HostBuffer:
         alignment: of tensors in it, in bytes.
     """
 
-    def __init__(self, backend: int, size_bytes: int) -> None:
-        self._handle: int | None = _ggml().alloc_buffer(backend, size_bytes)
+    def __init__(self, backend: int, size_bytes: int, *, buffer_type: int | None = None) -> None:
+        self._handle: int | None = (
+            _ggml().alloc_buffer(backend, size_bytes)
+            if buffer_type is None
+            else _ggml().buft_alloc_buffer(buffer_type, size_bytes)
+        )
         if not self._handle:
             raise EngineError(f"cannot allocate {size_bytes} bytes for tensors")
         self._base: int = _ggml().buffer_base(self._handle)
@@ -224,8 +280,9 @@ class TensorContext:
 
     def __init__(self, n_tensors: int, *, with_graph: bool = False) -> None:
         size_bytes = n_tensors * _ggml().tensor_overhead()
+        self._graph_size = max(GRAPH_SIZE, n_tensors)
         if with_graph:
-            size_bytes += _ggml().graph_overhead(GRAPH_SIZE, False)
+            size_bytes += _ggml().graph_overhead(self._graph_size, False)
         params = load_library().layouts.init_params(size_bytes, None, True)
         self._handle: int | None = _ggml().init(params)
         self._room = n_tensors
@@ -251,6 +308,20 @@ class TensorContext:
         """Return the node `silu(gate) * up`."""
         return self._take(_ggml().swiglu_split, gate, up)
 
+    def mul(self, a: int, b: int, *, in_place: bool = False) -> int:
+        """Return the node `a * b`, or with `in_place` a view of a; b is repeated along axes of length 1."""
+        return self._take(_ggml().mul_inplace if in_place else _ggml().mul, a, b)
+
+    def add(self, a: int, b: int, *, in_place: bool = False) -> int:
+        """Return the node `a + b`, or with `in_place` a view of a."""
+        return self._take(_ggml().add_inplace if in_place else _ggml().add, a, b)
+
+    def slot(self, tensor: int, index: int) -> int:
+        """Return the view (a, c) of a tensor (a, b, c) at `index` of its middle axis."""
+        struct = GgmlTensor.from_address(tensor)
+        shape = (struct.ne[0], struct.ne[2], 1, struct.nb[2], struct.nb[3])
+        return self._take(_ggml().view_3d, tensor, *shape, index * struct.nb[1])
+
     def halves(self, tensor: int) -> tuple[int, int]:
         """Return views of the first and the second half of the tensor's fastest axis."""
         struct = GgmlTensor.from_address(tensor)
@@ -266,7 +337,7 @@ class TensorContext:
 
     def graph(self, output: int) -> int:
         """Return the graph that computes `output`; the context must have been made with room for one."""
-        graph: int = _ggml().new_graph(self._handle, GRAPH_SIZE, False)
+        graph: int = _ggml().new_graph(self._handle, self._graph_size, False)
         _ggml().expand(graph, output)
         return graph
 
@@ -287,9 +358,26 @@ class CpuBackend:
         _ggml().cpu_set_n_threads(self._handle, n_threads)
         self.alignment: int = _ggml().alignment(self._handle)
 
-    def allocate(self, size_bytes: int) -> HostBuffer:
-        """Return a new buffer, not zeroed. Raises EngineError when memory is short."""
-        return HostBuffer(self._open_handle(), size_bytes)
+    def allocate(self, size_bytes: int, *, buffer_type: int | None = None) -> HostBuffer:
+        """Return a new buffer, not zeroed, of a type such as `repack_type`. Raises EngineError when memory is short."""
+        return HostBuffer(self._open_handle(), size_bytes, buffer_type=buffer_type)
+
+    def repack_type(self) -> int | None:
+        """Return the type of buffers that interleave the rows of quantised matrices for faster products, if there is one.
+
+        What is written into such a buffer with `write_bytes` is repacked on its way, if `is_repacked` says so of its tensor.
+        """
+        registry = _ggml().device_registry(_ggml().get_device(self._open_handle()))
+        address = _ggml().proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
+        if not address:
+            return None
+        find = ctypes.PYFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)
+        for buffer_type in find(_ggml().get_device(self._open_handle())) or ():
+            if not buffer_type:  # the list ends with a null
+                return None
+            if _ggml().buft_name(buffer_type) == REPACK_NAME:
+                return int(buffer_type)
+        return None
 
     def supports(self, node: int) -> bool:
         """Return whether this backend can compute the node."""

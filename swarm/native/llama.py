@@ -11,6 +11,7 @@ import ctypes
 import os
 import secrets
 import threading
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from swarm.native.bindings import llama, log_router, set_log_handler
 from swarm.native.layouts import EvalCallback
 
 DEFAULT_SEED = 0xFFFF_FFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws a seed of its own for it
+LOAD_MODE_NONE, LOAD_MODE_MMAP = 0, 1  # of enum llama_load_mode, the same in both builds
 PENALTY_WINDOW = 65_536  # latest tokens of the answer that penalties count; a guess: longer than any answer
 DECODE_FAILURES = {
     1: "no room for the batch in the context",
@@ -44,17 +46,22 @@ class LlamaModel:
         EngineError: llama.cpp cannot load the file; the message carries its own reason.
     """
 
-    def __init__(self, path: Path, *, exact_kernels: bool = False, n_gpu_layers: int = 0) -> None:
+    def __init__(
+        self, path: Path, *, exact_kernels: bool = False, n_gpu_layers: int = 0, is_mapped: bool = True
+    ) -> None:
         """Load the file.
 
         Args:
             exact_kernels: leave the weights as they are stored: repacked ones sum in another order.
             n_gpu_layers: 0 keeps every device but the CPU out of it; negative means all.
+            is_mapped: map the file instead of reading it: for models that may not fit into memory. Of a mapped file, weights
+                that are repacked stay resident twice.
         """
         set_log_handler()
         params = llama().model_defaults()
         params.n_gpu_layers = n_gpu_layers
         params.use_extra_bufts = not exact_kernels
+        params.load_mode = LOAD_MODE_MMAP if is_mapped else LOAD_MODE_NONE
         self._no_devices = (ctypes.c_void_p * 1)(None)  # a list that ends at once; llama.cpp keeps its address
         if n_gpu_layers == 0:
             params.devices = ctypes.addressof(self._no_devices)
@@ -222,10 +229,13 @@ class LlamaContext:
         model._contexts.add(self)
 
     def _guarded(self, callback: Callable[[int, bool], bool]) -> Callable[[int, bool, object], bool]:
+        if not isinstance(callback, types.FunctionType | types.MethodType):
+            callback = callback.__call__  # of an object: Python calls its method faster than the object
+
         def guarded(tensor: int, ask: bool, _user_data: object) -> bool:
             if self._callback_error is None:
                 try:
-                    return bool(callback(tensor, ask))
+                    return callback(tensor, ask)
                 except BaseException as error:  # even KeyboardInterrupt must not unwind through C
                     self._callback_error = error
             return not ask  # no more nodes, and go on

@@ -52,7 +52,7 @@ class FakeRegistry:
 
     published: list[Any]
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **_options: object) -> None:
         type(self).published = []
 
     async def publish(self, signed: SignedRecord) -> int:
@@ -65,6 +65,12 @@ class FakeRegistry:
 
     async def observed_address(self) -> str:
         return "192.0.2.7:4000"
+
+    async def watch(self, _model: object, _on_change: object) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self) -> None:
+        pass
 
 
 @pytest.fixture

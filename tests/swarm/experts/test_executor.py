@@ -63,6 +63,29 @@ def test_with_weights_each_row_is_its_weighted_sum_in_pair_order(executor: Exper
     np.testing.assert_array_equal(partial, expected)
 
 
+@pytest.mark.parametrize("with_weights", [False, True])
+def test_rows_with_equally_many_pairs_give_what_each_row_alone_gives(
+    executor: ExpertExecutor, with_weights: bool
+) -> None:
+    rng = np.random.default_rng(13)
+    sent = dispatch(row_counts=np.full(3, 2, np.uint8), expert_ids=rng.integers(8, 16, 6).astype(np.uint16))
+    sent["weights"] = rng.random(6).astype(np.float32) if with_weights else None
+    whole = executor.run(**sent)
+    assert whole.shape == ((3, 256) if with_weights else (6, 256))
+    for row in range(3):
+        alone = executor.run(
+            layer=1,
+            x=np.concatenate([sent["x"][row : row + 1], sent["x"][:1]]),  # uneven: the other way through
+            row_counts=np.array([2, 1], np.uint8),
+            expert_ids=np.append(sent["expert_ids"][2 * row : 2 * row + 2], np.uint16(8)),
+            weights=None
+            if sent["weights"] is None
+            else np.append(sent["weights"][2 * row : 2 * row + 2], np.float32(1)),
+        )
+        n = 1 if with_weights else 2
+        np.testing.assert_allclose(whole[row * n : (row + 1) * n], alone[:n], rtol=1e-5, atol=1e-6)
+
+
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=30), st.integers(0, 2**32 - 1))
 @settings(max_examples=40, deadline=None)
 def test_sums_are_numpys_whatever_the_counts(counts: list[int], seed: int) -> None:

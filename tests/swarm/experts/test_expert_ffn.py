@@ -8,15 +8,13 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
 import swarm
-from swarm.errors import EngineError, IntegrityError, UnsupportedModel, UserError
+from swarm.errors import EngineError, IntegrityError, UserError
 from swarm.experts import expert_ffn
 from swarm.experts.expert_ffn import ExpertFfn, ExpertNotLoaded
 from swarm.ids import ExpertSet
@@ -230,11 +228,67 @@ def test_a_slice_outside_the_model_is_the_users_mistake(open_reference: Any) -> 
             ExpertFfn(open_reference("Q8_0").spec, experts)
 
 
-@pytest.mark.parametrize("type_name", sorted(expert_ffn.NOT_COMPUTABLE))
-def test_weights_that_ggml_cannot_multiply_are_refused_before_it_aborts(type_name: str) -> None:
-    tensor = SimpleNamespace(name="blk.2.ffn_up_exps.weight", ggml_type=gguf.GGMLQuantizationType[type_name].value)
-    with pytest.raises(UnsupportedModel, match=type_name):
-        expert_ffn._require_computable(cast(ExpertTensor, tensor))
+def test_a_choice_is_its_pairs_and_its_sums_are_added_in_order(reference: Any) -> None:
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((5, reference.spec.n_embd)).astype(np.float32)
+    ids = np.stack([rng.permutation(8)[:3] for _ in range(5)]).astype(np.int32)
+    weights = rng.random((5, 3)).astype(np.float32)
+    with reference.ffn(ExpertSet.of([2], range(8))) as ffn:
+        raw = ffn.compute_choice(2, x, ids)
+        pairs = np.stack([[reference.expert(2, e, row) for e in chosen] for row, chosen in zip(x, ids, strict=True)])
+        assert raw.shape == pairs.shape
+        assert cosine(raw, pairs) > 0.9995
+        total = raw[:, 0] * weights[:, :1]
+        for slot in (1, 2):
+            total = total + raw[:, slot] * weights[:, slot : slot + 1]
+        out = np.full((5, reference.spec.n_embd), np.nan, np.float32)
+        assert ffn.compute_choice(2, x, ids, weights, out) is out
+        np.testing.assert_array_equal(out, total)
+        for n_used in (1, 2):  # other graphs: one product, and one sum
+            part = ffn.compute_choice(2, x, ids[:, :n_used], np.ones((5, n_used), np.float32))
+            np.testing.assert_array_equal(part, raw[:, :n_used].sum(axis=1))
+        wide = np.arange(16, dtype=np.int32).reshape(2, 8)[:, :3]  # strided, as llama.cpp's own ids are
+        np.testing.assert_array_equal(
+            ffn.compute_choice(2, x[:1], wide[:1]), ffn.compute_choice(2, x[:1], wide[:1].copy())
+        )
+
+
+def test_a_choice_above_the_scratch_is_cut_by_rows(open_reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(9)
+    x = rng.standard_normal((11, 256)).astype(np.float32)
+    ids = rng.integers(0, 4, (11, 2)).astype(np.int32)
+    weights = rng.random((11, 2)).astype(np.float32)
+    with open_reference("Q8_0").ffn(ExpertSet.of([0], range(4))) as ffn:
+        whole = ffn.compute_choice(0, x, ids, weights)
+        monkeypatch.setattr(ffn, "max_pairs", 7)  # three rows
+        np.testing.assert_allclose(ffn.compute_choice(0, x, ids, weights), whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"x": np.zeros((2, 255), np.float32)},
+        {"experts": np.zeros((3, 2), np.int32)},
+        {"experts": np.zeros(2, np.int32)},
+        {"experts": np.zeros((2, 0), np.int32)},
+        {"weights": np.zeros((2, 1), np.float32)},
+        {"weights": np.zeros((2, 2), np.float64)},
+        {"out": np.zeros((2, 255), np.float32)},
+        {"out": np.zeros((256, 2), np.float32).T},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_a_choice_that_does_not_fit_is_refused(open_reference: Any, changes: dict[str, Any]) -> None:
+    good: dict[str, Any] = {
+        "x": np.zeros((2, 256), np.float32),
+        "experts": np.zeros((2, 2), np.int32),
+        "weights": np.zeros((2, 2), np.float32),
+        "out": np.zeros((2, 256), np.float32),
+    }
+    with open_reference("Q8_0").ffn(ExpertSet.of([0], [0])) as ffn:
+        ffn.compute_choice(0, **good)
+        with pytest.raises(ValueError):
+            ffn.compute_choice(0, **(good | changes))
 
 
 def test_a_closed_slice_raises(open_reference: Any) -> None:

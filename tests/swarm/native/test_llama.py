@@ -116,6 +116,24 @@ def test_the_log_goes_to_logging_without_line_ends_and_not_to_stderr(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads Linux's /proc")
+def test_a_file_that_was_read_is_not_mapped_and_gives_the_same_logits(prompt: list[int]) -> None:
+    def n_mappings() -> int:
+        return sum(line.endswith(FILE.name) for line in Path("/proc/self/maps").read_text().splitlines())
+
+    logits = []
+    n_before = n_mappings()  # of the other tests' model
+    for is_mapped in (True, False):
+        with (
+            LlamaModel(FILE, exact_kernels=True, is_mapped=is_mapped) as own,
+            LlamaContext(own, n_ctx=64, n_batch=32, n_ubatch=32, n_threads=1) as context,
+        ):
+            assert n_mappings() == n_before + is_mapped
+            context.decode(prompt, first_position=0, logits="last")
+            logits.append(context.logits(-1))
+    assert np.array_equal(*logits)
+
+
 def test_greedy_decoding_is_deterministic(model: LlamaModel, prompt: list[int]) -> None:
     with make_context(model) as one, make_context(model) as two:
         answer = greedy(one, prompt, 16)
