@@ -2,9 +2,11 @@
 
 Pure: knows no thread, loop or clock.
 
-    add(entry) ... -> take() -> a group: the oldest entry, and later ones of its layer
+    add(entry, asker) ... -> take() -> a group: an entry, and later ones of its layer
 
-No layer starves: the oldest dispatch is always of the next group, and what is drawn forward to it is bounded. Raw rows
+Askers (backbones) take turns, and each one's dispatches are taken in their order: one that sends a hundred at once does not keep
+another's next token waiting for them all. No layer starves: an asker's oldest dispatch is of the group of its turn, and what is
+drawn forward to a group is bounded. Raw rows
 (the form `exact`) are never merged: they promise the bits of a computation by itself, which only exact kernels keep;
 partial sums promise a tolerance.
 """
@@ -12,7 +14,7 @@ partial sums promise a tolerance.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -44,39 +46,66 @@ class Line(Generic[E]):
     """Who waits, oldest first. Its user bounds it."""
 
     def __init__(self) -> None:
-        self._entries: deque[E] = deque()
+        self._entries: deque[tuple[Hashable, E]] = deque()  # with their askers
+        self._turns: dict[Hashable, int] = {}  # of those who wait: the number of their last turn, 0 for none yet
+        self._n_turns = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: E) -> None:
+    def add(self, entry: E, asker: Hashable = None) -> None:
         """Take a place at the end."""
-        self._entries.append(entry)
+        self._entries.append((asker, entry))
+        self._turns.setdefault(asker, 0)
 
     def discard(self, entry: E) -> None:
         """Leave the line; does nothing for one that is no longer in it."""
-        try:
-            self._entries.remove(entry)
-        except ValueError:
-            pass
+        left = [each for each in self._entries if each[1] is not entry]
+        if len(left) < len(self._entries):
+            self._keep(left)
 
     def take(self) -> list[E]:
-        """Return the oldest entry and those to compute together with it, in the order they came; the line must not be empty."""
-        first = self._entries.popleft()
-        if not self._entries or not _may_merge(first.dispatch):
+        """Return whose turn it is and what to compute together with it, in the order they came; the line must not be empty."""
+        at = self._whose_turn() if len(self._turns) > 1 else 0
+        asker, first = self._entries[at]
+        self._n_turns += 1
+        self._turns[asker] = self._n_turns
+        if not at and (len(self._entries) == 1 or not _may_merge(first.dispatch)) and len(self._turns) == 1:
+            self._entries.popleft()
+            if not self._entries:
+                self._turns.clear()
             return [first]
-        group, left = [first], []
+        group: list[E] = []
+        left: list[tuple[Hashable, E]] = []
         n_pairs = len(first.dispatch.expert_ids)
-        for entry in self._entries:
+        may_merge = _may_merge(first.dispatch)
+        for index, each in enumerate(self._entries):
+            entry = each[1]
             n_more = len(entry.dispatch.expert_ids)
-            if n_pairs + n_more <= MAX_MERGED_PAIRS and _fits(first.dispatch, entry.dispatch):
+            if index == at:
+                group.append(entry)
+            elif may_merge and n_pairs + n_more <= MAX_MERGED_PAIRS and _fits(first.dispatch, entry.dispatch):
                 group.append(entry)
                 n_pairs += n_more
             else:
-                left.append(entry)
-        if len(group) > 1:
-            self._entries = deque(left)
+                left.append(each)
+        self._keep(left)
         return group
+
+    def _whose_turn(self) -> int:
+        """Return the place of the oldest entry of the asker whose last turn is longest ago."""
+        oldest: dict[Hashable, int] = {}
+        for index, (asker, _) in enumerate(self._entries):
+            oldest.setdefault(asker, index)
+            if len(oldest) == len(self._turns):
+                break
+        return oldest[min(oldest, key=lambda asker: (self._turns[asker], oldest[asker]))]
+
+    def _keep(self, left: list[tuple[Hashable, E]]) -> None:
+        self._entries = deque(left)
+        waiting = {asker for asker, _ in left}
+        for asker in self._turns.keys() - waiting:
+            del self._turns[asker]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,7 +3,7 @@
 Two places to compute: a thread of its own, and, for what is surely short, the loop itself. To hand a dispatch to a thread
 and its answer back takes two wake-ups and, on a busy machine, two waits for a core.
 
-    run() -> line -> _pump, once a tick -> the thread rests, nobody else waits, and it is short?
+    start() -> line -> _pump, once a tick -> the thread rests, nobody else waits, and it is short?
                                              yes: computed at once
                                              no:  the thread takes groups until the line is empty
 """
@@ -11,10 +11,11 @@ and its answer back takes two wake-ups and, on a busy machine, two waits for a c
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -98,12 +99,18 @@ class Compute:
         """Dispatches waiting or under way."""
         return self._n_in_line
 
-    async def run(self, dispatch: m.Dispatch) -> m.Result:
-        """Return the answer to a dispatch. One that was computed together with others reports the time of them all.
+    def start(self, dispatch: m.Dispatch, asker: Hashable = None) -> asyncio.Future[m.Result]:
+        """Return the future of the answer. One that was computed together with others reports the time of them all.
+
+        Cancelled, it leaves the line; a computation under way is finished. Askers take turns.
 
         Raises:
-            RemoteProtocolError: the dispatch does not fit the slice.
+            RemoteProtocolError: the answer would not fit a frame.
             Overloaded: the line is full.
+
+        The future fails with:
+            RemoteProtocolError: the dispatch does not fit the model.
+            ExpertsNotHeld: it does not fit the slice.
             EngineError: ggml failed.
         """
         _check_answer_fits(dispatch)
@@ -112,18 +119,19 @@ class Compute:
         self._loop = asyncio.get_running_loop()
         entry = _Entry(dispatch, self._loop.create_future(), time.perf_counter())
         with self._lock:
-            self._line.add(entry)
+            self._line.add(entry, asker)
         if not self._is_pump_due:
             self._is_pump_due = True
             self._loop.call_soon(self._pump)  # not at once: what else has arrived in this tick may be merged with it
         self._n_in_line += 1
-        try:
-            return await entry.answer
-        finally:
-            self._n_in_line -= 1
-            if entry.answer.cancelled():
-                with self._lock:
-                    self._line.discard(entry)
+        entry.answer.add_done_callback(functools.partial(self._on_done, entry))
+        return entry.answer
+
+    def _on_done(self, entry: _Entry, answer: asyncio.Future[m.Result]) -> None:
+        self._n_in_line -= 1
+        if answer.cancelled():
+            with self._lock:
+                self._line.discard(entry)
 
     def _pump(self) -> None:
         """Compute what is short, or see that the thread does what waits."""

@@ -6,21 +6,26 @@ import asyncio
 import contextlib
 import json
 import logging
+import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from peer.compute import Compute
+from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser, free_memory_bytes
+from peer.compute import MAX_LINE, Compute
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
-from peer.model_file import choose_experts, open_model_file
+from peer.model_file import OpenModel, choose_experts, open_model_file
+from peer.trust import choose_trusted
 from swarm import __version__
-from swarm.errors import ExpertsNotHeld, NetworkError, RemoteProtocolError, SwarmError, UserError
+from swarm.errors import Leaving, NetworkError, Overloaded, RemoteProtocolError, SwarmError, UserError
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import ExpertSet
+from swarm.ids import ExpertSet, NodeId
 from swarm.interruptible import Check, run_interruptibly
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest, verify_block
@@ -30,12 +35,25 @@ from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
+from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
+from swarm.registry.publishers import Publishers
 from swarm.registry.records import ExpertAnnouncement, printable_name
 from swarm.wire import messages as m
 from swarm.wire.session import WIRE_VERSIONS
 
 logger = logging.getLogger(__name__)
+
+DRAIN_S = 3.0  # how long a leaving peer goes on computing what it has; guessed: below what service managers grant
+# After that, for the last answers to arrive and for backbones to hear that it leaves; guessed: two round trips.
+LINGER_S = 0.2
+# Least places in line of each backbone, however many there are; guessed: one long batch in chunks, and a hedge.
+MIN_SHARE = 8
+# What a refused backbone is told to wait; guessed: between the time of a token's layer and a person's patience.
+MIN_RETRY_S, MAX_RETRY_S = 0.02, 2.0
+REBALANCE_S = 300.0  # mean time between two looks whether other experts are scarcer; guessed
+# How long a slice that was given up is still computed, once the new one is announced: backbones look every 10 s in a large ring.
+GRACE_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,18 +62,20 @@ class PeerConfig:
 
     Attributes:
         experts, layers: what to hold; `layers` None means every MoE layer. An ExpertSet has layers of its own.
-            `experts` None: all that a slice file holds.
+            `experts` None: all that a slice file holds; AutoExperts: the scarcest that fit.
         model_file: a whole model or a slice file to take the experts from; None fetches them from a backbone.
         model: which of the registry's models, by name or id prefix; None: the only one.
+        publishers: whose models may be fetched; None: anybody's.
         fault: (layer, expert) in which one byte is changed after the hash check: the control of `swarm verify`.
     """
 
     registry: tuple[RegistryAddress, ...]
     folders: Folders
-    experts: frozenset[int] | ExpertSet | None
+    experts: frozenset[int] | ExpertSet | AutoExperts | None
     layers: frozenset[int] | None = None
     model_file: Path | None = None
     model: str | None = None
+    publishers: Publishers | None = None
     host: str = "0.0.0.0"
     port: int = 0
     advertise: str | None = None
@@ -87,6 +107,29 @@ class Progress:
         """Blocks checked and loaded."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Slice:
+    """Experts that are loaded."""
+
+    experts: ExpertSet
+    ffn: ExpertFfn
+    executor: ExpertExecutor
+    compute: Compute
+
+    def close(self) -> None:
+        self.compute.close()
+        self.ffn.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Opened:
+    """A model whose blocks can be had; `fetch` brings those of a slice here first."""
+
+    model: OpenModel
+    fetch: Callable[[ExpertSet], Coroutine[Any, Any, None]]
+    is_fetched: bool
+
+
 class PeerDaemon:
     """One volunteer's peer."""
 
@@ -95,11 +138,16 @@ class PeerDaemon:
         self._identity = identity
         self._progress = progress or Progress()
         self._started = time.monotonic()
-        self._compute: Compute | None = None
-        self._executor: ExpertExecutor | None = None
+        self._slice: _Slice | None = None
+        self._former: _Slice | None = None  # while backbones may still ask for it
+        self._chooser: Chooser | None = None
+        self._n_earlier_assignments = 0  # of slices that were given up
         self._manifest: Manifest | None = None
         self._experts = ExpertSet({})
         self._model_name = ""
+        self._is_leaving = False
+        self._under_way: set[asyncio.Future[m.Result]] = set()  # dispatches in line or computed, and
+        self._in_line: Counter[NodeId] = Counter()  # how many of them are each backbone's
 
     async def run(self, on_ready: Callable[[PeerReady], None]) -> None:
         """Serve until cancelled, then withdraw the announcement.
@@ -122,80 +170,210 @@ class PeerDaemon:
         )
         async with endpoint:
             pool = Pool(endpoint)
-            registry = RegistryClient(endpoint, config.registry)
+            kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
+            registry = RegistryClient(endpoint, config.registry, cache=kept)
             try:
                 await _require_registry(registry)
-                async with self._source(registry, pool) as source:
-                    await run_interruptibly(lambda check: self._load(source, check))
-                await self._serve(registry, on_ready)
+                await self._join(registry, pool, on_ready)
             finally:
-                await pool.close()
-                if self._compute is not None:
-                    self._compute.close()
+                try:
+                    await self._drain()
+                finally:  # also when told twice to leave
+                    await registry.close()
+                    await pool.close()
+                    for each in filter(None, (self._slice, self._former)):
+                        each.compute.close()
 
-    async def _serve(self, registry: RegistryClient, on_ready: Callable[[PeerReady], None]) -> None:
+    async def _join(self, registry: RegistryClient, pool: Pool, on_ready: Callable[[PeerReady], None]) -> None:
         numbers = SequenceNumbers(self._config.folders.state / f"{self._identity.node_id}.seq")
         announcer = Announcer(registry, self._identity, numbers, self._announcement)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(announcer.run())
-                await announcer.is_announced.wait()
-                assert self._manifest is not None
-                ready = PeerReady(
-                    node=str(self._identity.node_id),
-                    model=f"{self._model_name}@{self._manifest.model_id.short}",
-                    experts=str(self._experts),
-                    address=self._config.advertise or await registry.observed_address(),
-                )
-                logger.info("joined with %s of %s", ready.experts, ready.model)
-                on_ready(ready)
+                async with self._open_model(registry, pool) as opened:
+                    await self._settle(opened, registry, announcer, tasks)
+                    await opened.fetch(self._experts)
+                    self._slice = await self._load(opened.model, self._experts)
+                if self._chooser is None:
+                    tasks.create_task(announcer.run())
+                else:
+                    announcer.announce_soon()
+                    tasks.create_task(self._rebalance(self._chooser, registry, pool, announcer))
+                await self._serve(registry, announcer, on_ready)
         except* SwarmError as group:
             raise group.exceptions[0] from None
 
+    async def _serve(
+        self, registry: RegistryClient, announcer: Announcer, on_ready: Callable[[PeerReady], None]
+    ) -> None:
+        await announcer.is_announced.wait()
+        assert self._manifest is not None
+        ready = PeerReady(
+            node=str(self._identity.node_id),
+            model=f"{self._model_name}@{self._manifest.model_id.short}",
+            experts=str(self._experts),
+            address=self._config.advertise or await registry.observed_address(),
+        )
+        logger.info("joined with %s of %s", ready.experts, ready.model)
+        on_ready(ready)
+        try:
+            await asyncio.Event().wait()
+        finally:  # at once, before the withdrawal: what comes from here on goes to a replica without a detour
+            self._is_leaving = True
+
+    async def _drain(self) -> None:
+        """Finish what is in line; new dispatches are refused. A second cancellation ends this, too."""
+        if self._slice is None or not self._is_leaving:
+            return
+        if self._under_way:
+            _, left = await asyncio.wait(self._under_way, timeout=DRAIN_S)
+            if left:
+                logger.info("leaving with %d dispatches unanswered", len(left))
+        await asyncio.sleep(LINGER_S)
+
     @contextlib.asynccontextmanager
-    async def _source(self, registry: RegistryClient, pool: Pool) -> AsyncIterator[BlockSource]:
-        """Settle which model and experts this peer serves, and yield where their blocks come from."""
+    async def _open_model(self, registry: RegistryClient, pool: Pool) -> AsyncIterator[_Opened]:
+        """Yield the model that this peer serves: its manifest, and where blocks come from."""
         config, progress = self._config, self._progress
         if config.model_file is not None:
             opening = open_model_file(config.model_file, config.folders.cache, registry, pool, progress.hashing)
             async with opening as model:
-                self._settle(model.manifest, model.name, model.held)
-                yield model.source
+                yield _Opened(model=model, fetch=_nothing_to_fetch, is_fetched=False)
             return
-        model_id, offers = choose_model(await registry.offers(), config.model)
+        wanted = config.model if self._manifest is None else str(self._manifest.model_id)  # once settled, it stays
+        offers = await registry.offers()
+        if config.publishers is None:
+            model_id, offers = choose_model(offers, wanted)
+        else:
+            model_id, offers = choose_trusted(offers, wanted, config.publishers)
         manifest = await fetch_manifest(pool, model_id, offers)
-        self._settle(manifest, offers[0].model_name, None)
         store = BlockStore(config.folders.cache, manifest)
-        await SliceFetcher(registry, pool, store, progress.fetching).fetch(self._experts)
-        yield store
+        fetcher = SliceFetcher(registry, pool, store, progress.fetching)
+        opened = OpenModel(manifest=manifest, name=offers[0].model_name, source=store, held=None)
+        yield _Opened(model=opened, fetch=fetcher.fetch, is_fetched=True)
 
-    def _settle(self, manifest: Manifest, name: str, held: ExpertSet | None) -> None:
-        self._experts = choose_experts(manifest.spec, self._config.experts, self._config.layers, held)
-        self._manifest = manifest
-        self._model_name = printable_name(name)
+    async def _settle(
+        self, opened: _Opened, registry: RegistryClient, announcer: Announcer, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Settle which experts of the model this peer holds; with AutoExperts it claims them."""
+        config, model = self._config, opened.model
+        auto = config.experts
+        self._model_name = printable_name(model.name)
+        if not isinstance(auto, AutoExperts):
+            self._experts = choose_experts(model.manifest.spec, auto, config.layers, model.held)
+            self._manifest = model.manifest
+            return
+        spec = model.manifest.spec
+        among = spec.all_experts if model.held is None else model.held
+        if config.layers is not None:
+            among = ExpertSet({layer: ids for layer, ids in among.by_layer.items() if layer in config.layers})
+            spec.require_experts(among)
+        self._chooser = Chooser(
+            registry,
+            spec,
+            model.manifest.model_id,
+            self._identity.node_id,
+            budget_bytes=auto.budget_bytes(config.folders.cache if opened.is_fetched else None),
+            among=among,
+            publishers=config.publishers,
+        )
+        is_claimed = False
 
-    def _load(self, source: BlockSource, check: Check) -> None:
-        """Check every block against the manifest and load it; `check` is called between blocks."""
-        assert self._manifest is not None
-        ffn = ExpertFfn(self._manifest.spec, self._experts, n_threads=self._config.n_threads)
+        async def claim(experts: ExpertSet) -> None:
+            nonlocal is_claimed
+            self._manifest, self._experts = model.manifest, experts
+            if is_claimed:
+                announcer.announce_soon()
+            else:
+                tasks.create_task(announcer.run())
+                is_claimed = True
+            await announcer.is_announced.wait()
+
+        self._experts = await self._chooser.join(claim)
+
+    async def _rebalance(self, chooser: Chooser, registry: RegistryClient, pool: Pool, announcer: Announcer) -> None:
+        """Move to other experts where they are much scarcer, now and then; see `is_move_worthwhile`."""
+        clock = asyncio.get_running_loop().time
+        moved_at = clock()
+        while True:
+            await asyncio.sleep(REBALANCE_S * random.uniform(0.5, 1.5))  # not all peers at the same moment
+            try:
+                better = await chooser.better(self._experts, clock() - moved_at)
+                if better is None:
+                    continue
+                size = chooser.size_bytes(better)
+                free = free_memory_bytes()
+                if free is not None and free < size + OVERHEAD_BYTES:
+                    logger.info(
+                        "%s are scarcer, but there is no memory for both slices: got %d bytes, expected %d",
+                        better,
+                        free,
+                        size + OVERHEAD_BYTES,
+                    )
+                    continue
+                logger.info("moving to %s, which are scarcer", better)
+                if await self._move(better, chooser, registry, pool, announcer):
+                    moved_at = clock()
+            except SwarmError as error:
+                logger.warning("cannot move to scarcer experts, staying with %s: %s", self._experts, error)
+
+    async def _move(
+        self, better: ExpertSet, chooser: Chooser, registry: RegistryClient, pool: Pool, announcer: Announcer
+    ) -> bool:
+        """Load a slice beside the one held, announce it in its place, and serve both for a while; return whether it was done."""
+        assert self._slice is not None
+        async with self._open_model(registry, pool) as opened:
+            if self._manifest is None or opened.model.manifest.model_id != self._manifest.model_id:
+                raise UserError("the model file is another one now")
+            await opened.fetch(better)
+            loaded = await self._load(opened.model, better)
         try:
-            self._fill(ffn, self._manifest, source, check)
+            is_still_better = await chooser.better(self._experts, float("inf")) is not None
         except BaseException:
-            ffn.close()
+            loaded.close()
             raise
-        self._executor = ExpertExecutor(ffn, self._manifest.spec)
-        self._compute = Compute(self._executor)
+        if not is_still_better:  # somebody else was faster
+            loaded.close()
+            logger.info("staying with %s: others have come", self._experts)
+            return False
+        former = self._slice
+        loaded.compute.stats = former.compute.stats  # counts since the start
+        self._former, self._slice, self._experts = former, loaded, better
+        announcer.announce_soon()
+        await announcer.is_announced.wait()
+        await asyncio.sleep(GRACE_S)
+        await _answered(former)
+        self._former = None
+        self._n_earlier_assignments += former.executor.assignments().total
+        former.close()
+        logger.info("moved to %s", better)
+        return True
 
-    def _fill(self, ffn: ExpertFfn, manifest: Manifest, source: BlockSource, check: Check) -> None:
-        for n_done, (layer, expert) in enumerate(self._experts, 1):
+    async def _load(self, model: OpenModel, experts: ExpertSet) -> _Slice:
+        """Return a slice whose every block was checked against the manifest."""
+
+        def load(check: Check) -> ExpertFfn:
+            ffn = ExpertFfn(model.manifest.spec, experts, n_threads=self._config.n_threads)
+            try:
+                self._fill(ffn, experts, model.manifest, model.source, check)
+            except BaseException:
+                ffn.close()
+                raise
+            return ffn
+
+        ffn = await run_interruptibly(load)
+        executor = ExpertExecutor(ffn, model.manifest.spec)
+        return _Slice(experts=experts, ffn=ffn, executor=executor, compute=Compute(executor))
+
+    def _fill(self, ffn: ExpertFfn, experts: ExpertSet, manifest: Manifest, source: BlockSource, check: Check) -> None:
+        for n_done, (layer, expert) in enumerate(experts, 1):
             check()
             block = source.read_block(layer, expert)
             verify_block(manifest, layer, expert, block)
             ffn.load(layer, expert, block)
-            self._progress.loading(n_done, len(self._experts))
+            self._progress.loading(n_done, len(experts))
         if self._config.fault is not None:
             layer, expert = self._config.fault
-            if (layer, expert) not in self._experts:
+            if (layer, expert) not in experts:
                 raise UserError(f"cannot plant a fault: layer {layer}, expert {expert} is not in this slice")
             # In the middle of the first plane, which is the down projection's: no requantisation comes after it that could
             # hide the change.
@@ -214,21 +392,58 @@ class PeerDaemon:
             addresses=(self._config.advertise or address,),
             exact_kernels=self._config.exact_kernels,
             wire_versions=WIRE_VERSIONS,
+            is_loading=self._slice is None,
         )
 
-    async def _handle(self, connection: Connection, request: m.Request) -> m.Response:
+    def _handle(self, connection: Connection, request: m.Request) -> Awaitable[m.Response]:
         if isinstance(request, m.GetStatus):
-            return m.Status(data=json.dumps(self.status()).encode())
-        if self._compute is None or self._manifest is None:
+            return self._answer_status()
+        if self._slice is None or self._manifest is None:
             raise LookupError("this peer is still loading its slice")
         if not isinstance(request, m.Dispatch):
             raise RemoteProtocolError(f"not for a peer: got {type(request).__name__}")
         if request.model_tag != self._manifest.model_id.raw[: m.MODEL_TAG_BYTES]:
             raise LookupError(f"this peer serves model {self._manifest.model_id.short}")
-        try:
-            return await self._compute.run(request)
-        except ExpertsNotHeld as error:  # this peer may have come back with another slice: not worth its connection
-            raise LookupError(str(error)) from error
+        if self._is_leaving:
+            raise Leaving("this peer is leaving")
+        return self._start(self._slice_for(request, self._slice).compute, connection.remote, request)
+
+    def _slice_for(self, request: m.Dispatch, current: _Slice) -> _Slice:
+        """Return the slice that holds what is asked for: where a backbone has not heard of the new one, the former."""
+        former = self._former
+        if former is None:
+            return current
+        asked = {(request.layer, expert) for expert in request.expert_ids.tolist()}
+        is_held = all(pair in current.experts for pair in asked)
+        return current if is_held or not all(pair in former.experts for pair in asked) else former
+
+    def _start(self, compute: Compute, backbone: NodeId, request: m.Dispatch) -> asyncio.Future[m.Result]:
+        """Put a dispatch in line, unless its backbone has its share of the line already.
+
+        Alone, a backbone may fill the line; beside others, it has an equal part, so that one that sends more than is computed
+        is told so, and not the others.
+        """
+        n_mine = self._in_line[backbone]
+        n_backbones = len(self._in_line) + (n_mine == 0)
+        if n_mine >= max(MIN_SHARE, MAX_LINE // n_backbones):
+            mean_s = compute.stats.compute_s / max(1, compute.stats.n_computations)
+            retry_after_s = min(max(n_mine * mean_s, MIN_RETRY_S), MAX_RETRY_S)
+            raise Overloaded(f"{n_mine} dispatches of this backbone wait at this peer", retry_after_s=retry_after_s)
+        answer = compute.start(request, backbone)
+        self._under_way.add(answer)
+        self._in_line[backbone] = n_mine + 1
+
+        def is_done(_: asyncio.Future[m.Result]) -> None:
+            self._under_way.discard(answer)
+            self._in_line[backbone] -= 1
+            if not self._in_line[backbone]:
+                del self._in_line[backbone]
+
+        answer.add_done_callback(is_done)
+        return answer
+
+    async def _answer_status(self) -> m.Status:
+        return m.Status(data=json.dumps(self.status()).encode())
 
     def status(self) -> dict[str, object]:
         """Return this peer's state; counts since its start, seconds."""
@@ -240,16 +455,17 @@ class PeerDaemon:
             "experts": self._experts.grouped(),
             "exact_kernels": self._config.exact_kernels,
         }
-        if self._compute is not None and self._executor is not None:
-            stats = self._compute.stats
-            assignments = self._executor.assignments()
+        if self._slice is not None:
+            stats = self._slice.compute.stats
+            slices = [each for each in (self._slice, self._former) if each is not None]
+            n_assignments = sum(each.executor.assignments().total for each in slices)
             status |= {
-                "n_assignments": assignments.total,
+                "n_assignments": self._n_earlier_assignments + n_assignments,
                 "n_dispatches": stats.n_dispatches,
                 "n_rows": stats.n_rows,
                 "compute_s": round(stats.compute_s, 6),
                 "queue_s": round(stats.queue_s, 6),
-                "n_in_line": self._compute.n_in_line,
+                "n_in_line": sum(each.compute.n_in_line for each in slices),
             }
         return status
 
@@ -265,3 +481,13 @@ async def _require_registry(registry: RegistryClient) -> None:
         raise NetworkError(
             f"{error}; nothing was loaded, since nobody could find this peer: start swarm relay, or give another --registry"
         ) from error
+
+
+async def _answered(former: _Slice) -> None:
+    """Return once nothing is in a slice's line."""
+    while former.compute.n_in_line:  # noqa: ASYNC110
+        await asyncio.sleep(LINGER_S)
+
+
+async def _nothing_to_fetch(_: ExpertSet) -> None:
+    """The blocks are in a file."""

@@ -14,6 +14,7 @@ from swarm.errors import (
     DeadlineExceeded,
     IdentityMismatch,
     Overloaded,
+    Refused,
     RemoteProtocolError,
     RemoteRefused,
     SwarmError,
@@ -34,6 +35,7 @@ class FakeNode:
     Attributes:
         answer: returns the answer, None for never; what it raises becomes what the asker of the real endpoint would see.
         latency_s, handshake_s: between request and answer; of a dial.
+        refusal: the error code that it answers every request with; None: it does not.
         is_up: False: it ignores everything, and connections do not notice.
     """
 
@@ -41,6 +43,7 @@ class FakeNode:
     answer: Answer
     latency_s: float = 0.01
     handshake_s: float = 0.02
+    refusal: m.ErrorCode | None = None
     is_up: bool = True
     observed_address: str = "192.0.2.9:5000"
     connections: list[FakeConnection] = field(default_factory=list)
@@ -69,23 +72,30 @@ class FakeConnection:
         return self.error is None
 
     async def request(self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
+        return await self.start(message, timeout_s=timeout_s, max_answer_bytes=max_answer_bytes)
+
+    def start(
+        self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None
+    ) -> asyncio.Future[m.Response]:
         if self.error is not None:
             raise self.error
         self._network.log.append(("request", self.remote))
         loop = asyncio.get_running_loop()
         future: asyncio.Future[m.Response] = loop.create_future()
         self.outstanding.append(future)
+        late = loop.call_later(timeout_s, self._fail, future, DeadlineExceeded("no answer within the deadline"))
         loop.call_later(self._server.latency_s, self._settle, future, message)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError:
-            raise DeadlineExceeded("no answer within the deadline") from None
-        except asyncio.CancelledError:
-            self._network.log.append(("cancel", self.remote))
-            raise
-        finally:
+
+        def is_done(_: asyncio.Future[m.Response]) -> None:
+            late.cancel()
             self.outstanding.remove(future)
+            if future.cancelled():
+                self._network.log.append(("cancel", self.remote))
+            else:
+                future.exception()  # seen, as the real one does
+
+        future.add_done_callback(is_done)
+        return future
 
     def close(self, error: SwarmError | None = None) -> None:
         self.close_error = error
@@ -94,22 +104,33 @@ class FakeConnection:
     def lose(self, error: SwarmError) -> None:
         self.error = self.error or error
         for future in self.outstanding:
-            if not future.done():
-                future.set_exception(error)
+            self._fail(future, error)
+
+    def _fail(self, future: asyncio.Future[m.Response], error: SwarmError) -> None:
+        if not future.done():
+            future.set_exception(error)
 
     def _settle(self, future: asyncio.Future[m.Response], message: m.Request) -> None:
         if future.done() or not self._server.is_up:
+            return
+        if self._server.refusal is not None:
+            future.set_exception(RemoteRefused("refused", remote_code=self._server.refusal))
             return
         try:
             answer = self._server.answer(self._asker, message)
         except RemoteProtocolError as error:
             self.lose(ConnectionLost(f"the connection ended: {error}"))
         except Overloaded as error:
-            future.set_exception(RemoteRefused(f"refused: {error}", remote_code=m.ErrorCode.BUSY))
+            refused = RemoteRefused(
+                f"refused: {error}", remote_code=m.ErrorCode.BUSY, retry_after_s=error.retry_after_s
+            )
+            future.set_exception(refused)
         except LookupError as error:
             future.set_exception(RemoteRefused(f"refused: {error}", remote_code=m.ErrorCode.NOT_FOUND))
-        except SwarmError as error:
+        except Refused as error:
             future.set_exception(RemoteRefused(f"refused: {error}", remote_code=m.ErrorCode.INTERNAL))
+        except SwarmError:
+            future.set_exception(RemoteRefused("refused: internal error", remote_code=m.ErrorCode.INTERNAL))
         else:
             if answer is not None:
                 self._network.log.append(("answer", self.remote))

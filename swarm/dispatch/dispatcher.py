@@ -1,6 +1,7 @@
 """Sends one layer's rows to the peers that hold the chosen experts, all at once, and combines what returns.
 
-The one asyncio shell of this package: which peer gets what is `placement` and `plan`, the order of sums is `combine`.
+The asyncio shell: who gets what is `placement`, `replicas` and `plan`, what is done about the slow and the dead is `attempts`,
+the order of sums is `combine`.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from swarm.dispatch.attempts import AttemptStats, HedgeBudget, LayerAttempts, Order
 from swarm.dispatch.chunks import CHUNK_BYTES, cut
 from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
+from swarm.dispatch.flight import Flight
 from swarm.dispatch.holders import Holders
-from swarm.dispatch.plan import Batch, MissingExperts, plan_dispatch
+from swarm.dispatch.plan import HERE, Batch, MissingExperts, plan_dispatch
+from swarm.dispatch.popularity import Popularity
+from swarm.dispatch.replicas import Replicas
+from swarm.dispatch.service_time import ServiceTimes
 from swarm.errors import (
-    DeadlineExceeded,
     ExpertUnavailable,
     NetworkError,
     Overloaded,
     RemoteProtocolError,
-    RemoteRefused,
 )
 from swarm.ids import ModelId, NodeId
 from swarm.model.spec import ModelSpec
+from swarm.net.connection import Connection
 from swarm.wire import messages as m
 from swarm.wire.frames import RESULT_HEAD_BYTES
 from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, row_bytes
 
-# Longest wait for one batch. A dead peer is noticed far earlier, by silence (swarm.wire.session.LOST_AFTER_S); this
-# bounds a peer that lives but does not finish. Guessed: 512 rows of a large model on a slow CPU.
-BATCH_TIMEOUT_S = 60.0
+# Answers still awaited after their layer was done without them, for the measure of their peers; more are given up. Guessed.
+MAX_LATE = 64
 # Largest value taken from a peer. Hidden states reach some 1e4; sums of what passes here stay finite in float32, so that one
 # peer cannot turn a whole answer into NaN, which would come out as text without any error.
 MAX_MAGNITUDE = 1e30
@@ -72,6 +76,7 @@ class DispatchStats:
     bytes_out: int = 0  # bodies of DISPATCH frames' rows, ids and weights, without QUIC's and our headers
     bytes_back: int = 0
     wait_s: float = 0.0
+    attempts: AttemptStats = field(default_factory=AttemptStats)
     assignments: dict[NodeId, int] = field(default_factory=dict)
 
 
@@ -103,16 +108,32 @@ class Dispatcher:
     """
 
     def __init__(
-        self, model: ModelId, spec: ModelSpec, holders: Holders, wire: Wire, *, chunk_bytes: int = CHUNK_BYTES
+        self,
+        model: ModelId,
+        spec: ModelSpec,
+        holders: Holders,
+        wire: Wire,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        home: bytes = b"",
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`home`: of this backbone; decides which of equal replicas it prefers."""
         self._model_tag = model.raw[: m.MODEL_TAG_BYTES]
         self._spec = spec
-        self._holders = holders
+        self.holders = holders
         self.wire = wire
         self.chunk_bytes = chunk_bytes
+        self.now = now
+        self.times = ServiceTimes()
+        self.replicas = Replicas(holders.placement, self.times, home=home)
+        self._budget = HedgeBudget()
         self._codec_back = back_codec(wire.back)
         self._codec_out: dict[int, RowCodec] = {}  # layer -> codec
+        self._late: set[asyncio.Future[m.Response]] = set()
         self.stats = DispatchStats()
+        placement = holders.placement
+        self.popularity = Popularity(placement.layers, placement.holders.shape[2], now=now())
         self.on_layer: Callable[[LayerSpan], None] | None = None
         """Told of each layer that succeeded; for benchmarks."""
 
@@ -130,14 +151,12 @@ class Dispatcher:
             topk_ids: [T, K] int32; topk_weights: [T, K] float32.
 
         Raises:
-            ExpertUnavailable: some experts have no live holder, or theirs failed.
+            ExpertUnavailable: some experts have no live holder, or all of theirs failed.
         """
         began_ns = time.monotonic_ns()
         n_tokens, n_used = topk_ids.shape
-        placement = self._holders.placement
-        batches = plan_dispatch(topk_ids, topk_weights, placement.owner_of(layer), placement.destinations)
-        if isinstance(batches, MissingExperts):
-            raise ExpertUnavailable(layer, batches.experts, "no live peer holds them")
+        self.popularity.add(layer, topk_ids)  # before it can fail: what nobody holds is wanted, too
+        batches = self._plan(layer, topk_ids, topk_weights)
         n_destinations = len(batches)
         codec = self._rows_codec(layer)
         if self.chunk_bytes:
@@ -148,17 +167,17 @@ class Dispatcher:
             ]
         rows = _EncodedRows(x, codec)
         planned_ns = time.monotonic_ns()
-        results = await self._ask(layer, batches, rows)
+        answers = await self._ask(layer, batches, rows)
         returned_ns = time.monotonic_ns()
-        parts = [(batch, result.rows) for batch, result in zip(batches, results, strict=True)]
+        parts = [(order.batch, result.rows) for order, result in answers]
         if self._codec_back is RowCodec.EXACT:
             combined = combine_exact(n_tokens, n_used, self._spec.n_embd, parts, topk_weights)
         else:
             combined = combine_partial(n_tokens, n_used, self._spec.n_embd, parts)
         ended_ns = time.monotonic_ns()
-        self._count(layer, n_tokens, parts, (ended_ns - began_ns) / 1e9)
+        self._count(layer, n_tokens, answers, (ended_ns - began_ns) / 1e9)
         if self.on_layer is not None:
-            slowest = max(results, key=lambda result: result.compute_us)
+            slowest = max((result for _, result in answers), key=lambda result: result.compute_us)
             self.on_layer(
                 LayerSpan(
                     layer=layer,
@@ -175,22 +194,102 @@ class Dispatcher:
             )
         return combined
 
-    async def _ask(self, layer: int, batches: list[Batch], rows: _EncodedRows) -> list[m.Result]:
-        """Return the answers of all batches; the first failure ends the layer, for the other answers are of no use."""
-        if len(batches) == 1:
-            return [await self._batch(layer, batches[0], rows)]
-        try:
-            # Tasks cost 3 us each more than bare futures (uvloop, measured): not worth another interface of connections.
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._batch(layer, batch, rows)) for batch in batches]
-        except ExceptionGroup as failures:
-            first = failures.exceptions[0]
-            raise first from first.__cause__
-        return [task.result() for task in tasks]
+    async def close(self) -> None:
+        """Give up what is still awaited for its measure only."""
+        for future in list(self._late):
+            future.cancel()
+        if self._late:
+            await asyncio.wait(self._late)
 
-    async def _batch(self, layer: int, batch: Batch, rows: _EncodedRows) -> m.Result:
-        """Return a peer's answer to one batch; any failure marks the peer down and raises ExpertUnavailable."""
-        is_exact = self._codec_back is RowCodec.EXACT
+    def _plan(self, layer: int, topk_ids: npt.NDArray[np.int32], topk_weights: npt.NDArray[np.float32]) -> list[Batch]:
+        owners = self.replicas.owners(layer, topk_ids, self.now())
+        destinations = self.holders.placement.destinations
+        batches = plan_dispatch(topk_ids, topk_weights, owners, destinations)
+        if isinstance(batches, MissingExperts):
+            own = self.holders.own
+            absent = [each for each in batches.experts if own is None or not own.holds(layer, (each,))]
+            if absent:
+                raise ExpertUnavailable(layer, absent, "no live peer holds them")
+            owners = owners[topk_ids] if owners.ndim == 1 else owners  # [T, K]
+            owners = np.where(owners < 0, len(destinations), owners)
+            batches = plan_dispatch(topk_ids, topk_weights, owners, (*destinations, HERE))
+            assert not isinstance(batches, MissingExperts)
+        return batches
+
+    async def _ask(self, layer: int, batches: list[Batch], rows: _EncodedRows) -> list[tuple[Order, m.Result]]:
+        """Return what makes up the layer; the first batch that nobody can answer ends it."""
+        if not batches:
+            return []
+        own = self.holders.own
+        attempts = LayerAttempts(
+            layer,
+            batches,
+            times=self.times,
+            find_others=lambda batch, tried, now: self.replicas.others(layer, batch, tried, now),
+            is_timed=self.replicas.has_choice(layer),
+            has_local=(lambda batch: own.holds(layer, batch.expert_ids.tolist())) if own is not None else None,
+            budget=self._budget,
+            stats=self.stats.attempts,
+        )
+        n_embd = rows.x.shape[1]
+        flight = Flight(
+            self,
+            attempts,
+            lambda order: self._send(layer, order, rows),
+            lambda order, answer: self._check(order, answer, n_embd),
+        )
+        return await flight.land()
+
+    def _send(self, layer: int, order: Order, rows: _EncodedRows) -> asyncio.Future[m.Response]:
+        """Return the future of an order's answer, unchecked; cancelled, it gives the order up.
+
+        The future fails with NetworkError, RemoteProtocolError, RemoteRefused or Overloaded; our own experts with SwarmError.
+        """
+        loop = asyncio.get_running_loop()
+        if order.node == HERE:
+            return loop.create_task(self._compute_here(layer, order, rows))
+        connection = self.holders.open_connection(order.node)
+        if connection is None:
+            return loop.create_task(self._connect_and_send(layer, order, rows))
+        try:
+            return self._start(connection, layer, order, rows)
+        except (NetworkError, RemoteProtocolError, Overloaded) as error:
+            failed: asyncio.Future[m.Response] = loop.create_future()
+            failed.set_exception(error)
+            return failed
+
+    def _check(self, order: Order, result: m.Response, n_embd: int) -> m.Result:
+        """Return the answer to an order if it is one; else close the connection and raise RemoteProtocolError."""
+        assert isinstance(result, m.Result)  # the session checks an answer's type
+        expected = (self._n_rows_back(order.batch), n_embd)
+        error: RemoteProtocolError | None = None
+        if result.codec is not self._codec_back or result.rows.shape != expected:
+            error = RemoteProtocolError(
+                f"wrong answer of peer {order.node.short}: got {result.codec.name} {result.rows.shape}, "
+                f"expected {self._codec_back.name} {expected}"
+            )
+        elif not (np.abs(result.rows) <= MAX_MAGNITUDE).all():  # a NaN is not, either
+            error = RemoteProtocolError(f"peer {order.node.short} sent numbers that are not finite, or absurdly large")
+        if error is None:
+            return result
+        if (connection := self.holders.open_connection(order.node)) is not None:
+            connection.close(error)
+        raise error
+
+    async def _compute_here(self, layer: int, order: Order, rows: _EncodedRows) -> m.Response:
+        own, batch = self.holders.own, order.batch
+        assert own is not None
+        weights = None if self._codec_back is RowCodec.EXACT else batch.weights
+        out = await own.compute(layer, rows.x[batch.rows], batch.row_counts, batch.expert_ids, weights)
+        return m.Result(codec=self._codec_back, rows=out, compute_us=0, queue_us=0)
+
+    async def _connect_and_send(self, layer: int, order: Order, rows: _EncodedRows) -> m.Response:
+        return await self._start(await self.holders.connection(order.node), layer, order, rows)
+
+    def _start(
+        self, connection: Connection, layer: int, order: Order, rows: _EncodedRows
+    ) -> asyncio.Future[m.Response]:
+        batch = order.batch
         message = m.Dispatch(
             model_tag=self._model_tag,
             layer=layer,
@@ -198,39 +297,23 @@ class Dispatcher:
             result_codec=self._codec_back,
             row_counts=batch.row_counts,
             expert_ids=batch.expert_ids,
-            weights=None if is_exact else batch.weights,
-            rows=rows.x[batch.rows],
+            weights=None if self._codec_back is RowCodec.EXACT else batch.weights,
+            rows=rows.x if batch.n_rows == len(rows.x) else rows.x[batch.rows],
             encoded_rows=rows.of(batch),
         )
-        peer = batch.destination
-        try:
-            connection = await self._holders.connection(peer)
-            expected = (batch.n_pairs if is_exact else batch.n_rows, rows.x.shape[1])
-            size = RESULT_HEAD_BYTES + expected[0] * row_bytes(expected[1], self._codec_back)
-            result = await connection.request(message, timeout_s=BATCH_TIMEOUT_S, max_answer_bytes=size)
-            assert isinstance(result, m.Result)  # the session checks an answer's type
-            if not (np.abs(result.rows) <= MAX_MAGNITUDE).all():  # a NaN is not, either
-                error = RemoteProtocolError(f"peer {peer.short} sent numbers that are not finite, or absurdly large")
-                connection.close(error)
-                raise error
-            if result.codec is not self._codec_back or result.rows.shape != expected:
-                error = RemoteProtocolError(
-                    f"wrong answer of peer {peer.short}: got {result.codec.name} {result.rows.shape}, "
-                    f"expected {self._codec_back.name} {expected}"
-                )
-                connection.close(error)
-                raise error
-            return result
-        except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
-            # A late or refusing peer is as useless to this request as a dead one, but a busy one is not dead.
-            is_busy = isinstance(error, Overloaded) or (
-                isinstance(error, RemoteRefused) and error.remote_code == m.ErrorCode.BUSY
-            )
-            if not is_busy:
-                self._holders.mark_down(peer, error)
-            experts = np.unique(batch.expert_ids).tolist()
-            kind = "late" if isinstance(error, DeadlineExceeded) else "failed"
-            raise ExpertUnavailable(layer, experts, f"peer {peer.short} {kind}: {error}") from error
+        self.times.of(order.node).rtt_s = connection.rtt_s
+        size = RESULT_HEAD_BYTES + self._n_rows_back(batch) * row_bytes(rows.x.shape[1], self._codec_back)
+        return connection.start(message, timeout_s=order.deadline - order.sent_at, max_answer_bytes=size)
+
+    def _n_rows_back(self, batch: Batch) -> int:
+        return batch.n_pairs if self._codec_back is RowCodec.EXACT else batch.n_rows
+
+    def await_late(self, future: asyncio.Future[m.Response]) -> None:
+        """Own an answer that its layer needs no more, until it is there."""
+        if len(self._late) >= MAX_LATE:
+            future.cancel()
+        self._late.add(future)
+        future.add_done_callback(self._late.discard)
 
     def _bytes_per_row(self, batch: Batch, codec: RowCodec) -> float:
         """Return what a row of this batch takes on its way out or back, whichever is more."""
@@ -245,9 +328,7 @@ class Dispatcher:
             codec = self._codec_out[layer] = codecs_of(self.wire, self._spec, layer)[0]
         return codec
 
-    def _count(
-        self, layer: int, n_tokens: int, parts: list[tuple[Batch, npt.NDArray[np.float32]]], wait_s: float
-    ) -> None:
+    def _count(self, layer: int, n_tokens: int, answers: list[tuple[Order, m.Result]], wait_s: float) -> None:
         stats = self.stats
         stats.n_round_trips += 1
         stats.n_token_layers += n_tokens
@@ -255,8 +336,10 @@ class Dispatcher:
         pair_bytes = 2 if self._codec_back is RowCodec.EXACT else 6  # the expert's id, and its weight
         out_bytes = 1 + row_bytes(self._spec.n_embd, self._rows_codec(layer))  # how many pairs, and the row
         back_bytes = row_bytes(self._spec.n_embd, self._codec_back)
-        for batch, rows in parts:
+        for order, result in answers:
+            batch, node = order.batch, order.node
             stats.n_assignments += batch.n_pairs
-            stats.bytes_out += batch.n_rows * out_bytes + batch.n_pairs * pair_bytes
-            stats.bytes_back += len(rows) * back_bytes
-            stats.assignments[batch.destination] = stats.assignments.get(batch.destination, 0) + batch.n_pairs
+            stats.assignments[node] = stats.assignments.get(node, 0) + batch.n_pairs
+            if node != HERE:
+                stats.bytes_out += batch.n_rows * out_bytes + batch.n_pairs * pair_bytes
+                stats.bytes_back += len(result.rows) * back_bytes

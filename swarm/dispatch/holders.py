@@ -4,7 +4,8 @@ What is known of a peer comes from three places, and each can take back only its
 - the registry lists it, at a seq; left out, it stays for its ttl while its connection lives, because a registry may have
   restarted with an empty table, or withhold;
 - a connection to it is open: without one it does not count, with a new one it counts again;
-- a request failed though the connection lives, or for breaking the protocol: it is down until it announces a higher seq.
+- a request failed. Lost connections count little: the first costs nothing, more in a row cost time. A refusal or a missed
+  deadline: quarantined, then tried again (`quarantine`). Breaking the protocol, or leaving: down until a higher seq as well.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from swarm.dispatch.peer_states import PeerLog, PeerState, PeerView
 from swarm.dispatch.placement import Placement
-from swarm.errors import ExpertUnavailable, NetworkError, RemoteProtocolError, SwarmError
+from swarm.dispatch.quarantine import Quarantine, State
+from swarm.errors import ExpertUnavailable, NetworkError, RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.ids import ModelId, NodeId
 from swarm.net.addresses import SocketAddress, parse_address
 from swarm.net.connection import Connection
 from swarm.net.pool import Pool
 from swarm.registry.client import Registry
 from swarm.registry.records import ExpertAnnouncement
+from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +37,32 @@ REFRESH_S = 2.0  # between two looks at the registry; guessed: one small datagra
 MIN_REFRESH_S = 0.1  # however often somebody asks for news
 RETRY_S = 10.0  # until a peer that did not answer is tried again, unless it announces itself anew
 MAX_HOLDERS = 256  # peers a backbone connects to; guessed
+# A peer that loses its connection again and again is left alone for at most this; guessed: each loss costs a hedge where there
+# is a replica, and where there is none, it is worth more than nothing.
+LONGEST_AFTER_LOSS_S = 8.0
 REDIAL_TIMEOUT_S = 2.0  # in the middle of a request
+
+
+class OwnExperts(Protocol):
+    """Experts that this process can compute itself, from the operator's own file: the last resort."""
+
+    def holds(self, layer: int, experts: Collection[int]) -> bool:
+        """Return whether all of these can be computed here."""
+        ...
+
+    async def compute(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        row_counts: npt.NDArray[np.uint8],
+        expert_ids: npt.NDArray[np.integer],
+        weights: npt.NDArray[np.float32] | None,
+    ) -> npt.NDArray[np.float32]:
+        """Return raw rows [P, D] or, with weights, partial sums [N, D], as `swarm.experts.executor.ExpertExecutor.run`.
+
+        Must not block the loop. Raises SwarmError.
+        """
+        ...
 
 
 class Holders:
@@ -42,9 +75,12 @@ class Holders:
         placement: Placement,
         model: ModelId,
         *,
+        own: OwnExperts | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`own`: what this process can compute itself if it must."""
         self.placement = placement
+        self.own = own
         self._registry = registry
         self._pool = pool
         self._model = model
@@ -53,6 +89,9 @@ class Holders:
         self._missed_since: dict[NodeId, float] = {}  # of those: when the registry first left it out
         self._greeting: set[NodeId] = set()
         self._failed: dict[NodeId, tuple[int, float]] = {}  # node -> (seq, when to try again)
+        self._quarantine = Quarantine()
+        self._leaving: dict[NodeId, int] = {}  # node -> the seq it had when it said so
+        self._log = PeerLog()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
 
@@ -74,15 +113,34 @@ class Holders:
                 self._apply()
                 await asyncio.sleep(MIN_REFRESH_S)
                 try:
-                    async with asyncio.timeout(REFRESH_S - MIN_REFRESH_S):
+                    async with asyncio.timeout(self._until_look()):
                         await self._wake.wait()
                 except TimeoutError:
                     pass
                 self._wake.clear()
 
+    def look_soon(self) -> None:
+        """Ask the registry now: it has told of something new."""
+        self._wake.set()
+
+    def _until_look(self) -> float:
+        """Return the seconds until the registry and the quarantine are to be looked at again."""
+        now = self._now()
+        opening = self._quarantine.next_opening(now)
+        most_s = REFRESH_S - MIN_REFRESH_S
+        return most_s if opening is None else min(most_s, opening - now)
+
     def missing(self) -> dict[int, tuple[int, ...]]:
-        """Return layer -> experts that no live peer holds; empty when the model can be served."""
-        return self.placement.all_missing()
+        """Return layer -> experts that no live peer and not this process holds; empty when the model can be served."""
+        missing = self.placement.all_missing()
+        if missing and self.own is not None:
+            own = self.own
+            missing = {
+                layer: absent
+                for layer, experts in missing.items()
+                if (absent := tuple(expert for expert in experts if not own.holds(layer, (expert,))))
+            }
+        return missing
 
     def require_all(self) -> None:
         """Raise ExpertUnavailable when some expert has no live holder."""
@@ -105,17 +163,38 @@ class Holders:
             self.require_all()
 
     def mark_down(self, node: NodeId, error: SwarmError) -> None:
-        """Use a peer no more because a request ended with `error`, and look for news at once.
+        """Use a peer no more for now because a request ended with `error`, and look for news at once.
 
-        Where only the connection was lost, the peer counts again once it has been greeted again; after anything else, once
-        it announces a higher seq.
+        When it counts again: see the module.
         """
-        is_lost = isinstance(error, NetworkError) and self._pool.connection(node) is None
-        if is_lost:
-            self._apply()
-        elif self.placement.mark_down(node):
-            logger.warning("peer %s is down: %s", node.short, error)
+        now = self._now()
+        is_known = node in self.placement.destinations
+        if isinstance(error, NetworkError) and self._pool.connection(node) is None:
+            shut_s = self._quarantine.fail(node, now, n_free=1, longest_s=LONGEST_AFTER_LOSS_S)
+        elif isinstance(error, RemoteRefused) and error.remote_code == m.ErrorCode.SHUTTING_DOWN:
+            if self.placement.mark_down(node):
+                logger.info("peer %s is leaving", node.short)
+                if (record := self._announced.get(node)) is not None:
+                    self._leaving[node] = record.seq
+                self._note_states()
+            return
+        else:
+            shut_s = self._quarantine.fail(node, now)
+            if isinstance(error, RemoteProtocolError):
+                self.placement.mark_down(node)
+            if is_known:
+                logger.warning("peer %s is not used for %.0f s: %s", node.short, shut_s, error)
+        self._apply()
         self._wake.set()
+
+    def succeeded(self, node: NodeId) -> None:
+        """A peer has answered well."""
+        if self._quarantine:
+            self._quarantine.succeed(node, self._now())
+
+    def open_connection(self, node: NodeId) -> Connection | None:
+        """Return the open connection to a holder, if there is one now."""
+        return self._pool.connection(node)
 
     async def connection(self, node: NodeId) -> Connection:
         """Return an open connection to a holder; raises NetworkError or RemoteProtocolError."""
@@ -130,6 +209,7 @@ class Holders:
     def _learn(self, listed: Sequence[ExpertAnnouncement]) -> None:
         """Take in what the registry lists now."""
         now = self._now()
+        listed = [record for record in listed if not record.is_loading]  # these answer nothing yet
         left_out = self._announced.keys() - {record.node for record in listed}
         self._missed_since = {node: self._missed_since.get(node, now) for node in left_out}
         known = {
@@ -175,11 +255,49 @@ class Holders:
         self._apply()
 
     def _apply(self) -> None:
-        """Let the placement know the announcements of the peers that are connected now."""
-        usable = [record for node, record in self._announced.items() if self._pool.connection(node) is not None]
+        """Let the placement know the announcements of the peers that are connected now and not shut out."""
+        now = self._now()
+        usable = [
+            record
+            for node, record in self._announced.items()
+            if self._pool.connection(node) is not None and self._quarantine.state(node, now) is not State.SHUT
+        ]
         if self.placement.update(usable):
             logger.info("%d peers are in use; %d layers lack experts", len(usable), len(self.missing()))
             self._changed.set()
+        self._note_states()
+
+    def now(self) -> float:
+        """Return the time by the clock of `peers`."""
+        return self._now()
+
+    def peers(self) -> list[PeerView]:
+        """Return what became of every peer that was announced, by node id; lost connections are noticed first."""
+        self._apply()
+        return self._log.views
+
+    def rtt_s(self, node: NodeId) -> float | None:
+        """Return the smoothed round trip to a peer, None without a connection."""
+        connection = self._pool.connection(node)
+        return None if connection is None else connection.rtt_s
+
+    def _note_states(self) -> None:
+        for node in self._leaving.keys() - self._announced.keys():
+            del self._leaving[node]
+        in_use = frozenset(self.placement.destinations)
+        states = {node: (record, self._state(record, in_use)) for node, record in self._announced.items()}
+        self._log.update(self._now(), states)
+
+    def _state(self, record: ExpertAnnouncement, in_use: frozenset[NodeId]) -> PeerState:
+        node = record.node
+        trust = self._quarantine.state(node, self._now())
+        if node in in_use:
+            return PeerState.ON_TRIAL if trust is State.HALF_OPEN else PeerState.IN_USE
+        if record.seq <= self._leaving.get(node, -1):
+            return PeerState.LEAVING
+        if trust is State.SHUT:
+            return PeerState.QUARANTINED
+        return PeerState.UNREACHABLE if self._pool.connection(node) is None else PeerState.SET_ASIDE
 
 
 def _addresses(record: ExpertAnnouncement) -> list[SocketAddress]:

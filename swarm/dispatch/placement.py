@@ -1,6 +1,10 @@
-"""Which peer computes which expert: one owner per (layer, expert), chosen from the live announcements of one model.
+"""Which peers hold which expert, and one owner per (layer, expert), chosen from the live announcements of one model.
 
-Pure and deterministic: the same history of announcements gives the same owners. Knows nothing of latency yet.
+Pure and deterministic: the same history of announcements gives the same owners. Knows nothing of time: which of an expert's
+holders computes it now is `replicas`; where an expert has one holder, that is its owner.
+
+All holders of an expert are equal: the model id is the hash of the manifest, which has a hash for every (layer, expert) block,
+and a peer checks its blocks against the manifest of the id that it announces. So peers of one model id hold the same bytes.
 
 The rules, in order:
 1. Announcements of other models, experts that the model lacks, and (for the form `exact`) peers without exact kernels do
@@ -51,6 +55,19 @@ class Placement:
         self._announced: dict[NodeId, ExpertAnnouncement] = {}
         self._down: OrderedDict[NodeId, int] = OrderedDict()  # node -> the seq it had when it failed
         self._destinations: tuple[NodeId, ...] = ()
+        self._held = np.zeros((0, *shape), dtype=np.bool_)  # [N, L, E]
+        self.version = 0
+        """Rises whenever `destinations`, owners or holders change."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The layers with routed experts, ascending."""
+        return tuple(self._index_of_layer)
+
+    @property
+    def holders(self) -> npt.NDArray[np.bool_]:
+        """Which destination holds which expert, [N, L, E], L in the order of `layers`; made anew at each change."""
+        return self._held
 
     @property
     def destinations(self) -> tuple[NodeId, ...]:
@@ -132,9 +149,12 @@ class Placement:
         self._owner.fill(NOBODY)
         self._n_holders.fill(0)
 
-        held = [self._held(node) for node in destinations]
+        held = [self._slice_of(node) for node in destinations]
+        self._held = np.zeros((len(destinations), *self._owner.shape), dtype=np.bool_)
+        self.version += 1
         for index, slice_of_node in enumerate(held):  # rule 3, and how many hold each expert
             for layer, experts in slice_of_node:
+                self._held[index, layer, experts] = True
                 self._n_holders[layer, experts] += 1
                 kept = experts[self._previous[layer, experts] == index]
                 self._owner[layer, kept] = index
@@ -152,7 +172,7 @@ class Placement:
             self._owner[layer, expert] = best
             load[best] += 1
 
-    def _held(self, node: NodeId) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    def _slice_of(self, node: NodeId) -> list[tuple[int, npt.NDArray[np.int64]]]:
         """Return (layer index, experts) of what a node announced and the model has."""
         arrays: dict[frozenset[int], npt.NDArray[np.int64]] = {}  # layers mostly share one set
         held: list[tuple[int, npt.NDArray[np.int64]]] = []

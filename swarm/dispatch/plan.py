@@ -18,6 +18,7 @@ from swarm.errors import LocalProtocolError
 from swarm.ids import MAX_INDEX, NodeId
 
 MAX_EXPERTS_USED = 255  # row counts and slots travel as u8
+HERE = NodeId(bytes(32))  # the destination of what this process computes itself; nobody's key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,6 +73,20 @@ class Batch:
         return np.repeat(self.rows, self.row_counts)
 
 
+def part_of(batch: Batch, is_in: npt.NDArray[np.bool_]) -> Batch:
+    """Return the pairs of a batch for which `is_in` [P] holds, at least one, as a batch with the same destination."""
+    at = np.repeat(np.arange(batch.n_rows), batch.row_counts)[is_in]  # which of the rows each kept pair belongs to
+    kept, counts = np.unique(at, return_counts=True)
+    return Batch(
+        destination=batch.destination,
+        rows=batch.rows[kept],
+        row_counts=counts.astype(np.uint8),
+        expert_ids=batch.expert_ids[is_in],
+        slots=batch.slots[is_in],
+        weights=batch.weights[is_in],
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MissingExperts:
     """Chosen experts that nobody holds, ascending. The caller, who knows the layer, raises ExpertUnavailable."""
@@ -90,7 +105,8 @@ def plan_dispatch(
     Args:
         topk_ids: int32 [T, K], any strides, the router's choice.
         topk_weights: float32 [T, K].
-        owner_of: int [E], each expert's index into `destinations`, -1 for none.
+        owner_of: int [E], each expert's index into `destinations`, -1 for none; or int [T, K], each pair's, where the rows
+            of an expert are spread over its replicas.
 
     Raises:
         LocalProtocolError: shapes that do not agree, or an id outside 0..E-1.
@@ -99,7 +115,8 @@ def plan_dispatch(
         raise LocalProtocolError(
             f"bad choice of experts: got ids {topk_ids.shape} and weights {topk_weights.shape}, expected [T, K] both"
         )
-    n_expert, n_used = len(owner_of), topk_ids.shape[1]
+    n_used = topk_ids.shape[1]
+    n_expert = len(owner_of) if owner_of.ndim == 1 else MAX_INDEX + 1
     if n_expert > MAX_INDEX + 1:
         raise LocalProtocolError(f"too many experts: got {n_expert}, expected at most {MAX_INDEX + 1}")
     if topk_ids.size == 0:
@@ -107,7 +124,9 @@ def plan_dispatch(
     ids = topk_ids.ravel()  # [T*K]
     if int(ids.min()) < 0 or int(ids.max()) >= n_expert:
         raise LocalProtocolError(f"bad expert id: got {ids.min()} to {ids.max()}, expected 0 to {n_expert - 1}")
-    owners = owner_of[ids]  # [T*K]
+    if owner_of.ndim == 2 and owner_of.shape != topk_ids.shape:
+        raise LocalProtocolError(f"bad owners of pairs: got {owner_of.shape}, expected {topk_ids.shape}")
+    owners = owner_of[ids] if owner_of.ndim == 1 else owner_of.ravel()  # [T*K]
     if int(owners.min()) < 0:
         return MissingExperts(tuple(np.unique(ids[owners < 0]).tolist()))
     order = np.argsort(owners, kind="stable")  # [P] by owner; stable keeps (row, slot) order within one

@@ -204,7 +204,7 @@ class EmulatedPaths:
     async def access(self, host: str, up: LinkSpec, down: LinkSpec | None = None) -> None:
         """Give a host an access link that all its paths share; `down` defaults to the same as `up`.
 
-        Call it before the fronts that name the host.
+        Call it before the fronts that name the host. A second call changes the rate of a link that has one.
         """
         await self._pump.access(host, up, down)
 

@@ -48,10 +48,19 @@ class Link:
 
     def __init__(self, spec: LinkSpec) -> None:
         self.spec = spec
-        self._ns_per_byte = 0.0 if spec.rate_bit_s is None else 8 * NS_PER_S / spec.rate_bit_s
-        self._longest_wait_ns = spec.longest_wait_ns
         self._free_ns = 0  # when the last bit accepted so far leaves
         self._spare_ns = 0.0  # what rounding took from _free_ns: else 1,000 packets are late by up to 500 ns
+
+    @property
+    def spec(self) -> LinkSpec:
+        """What it does; may be changed: what it has accepted keeps its times."""
+        return self._spec
+
+    @spec.setter
+    def spec(self, spec: LinkSpec) -> None:
+        self._spec = spec
+        self._ns_per_byte = 0.0 if spec.rate_bit_s is None else 8 * NS_PER_S / spec.rate_bit_s
+        self._longest_wait_ns = spec.longest_wait_ns
 
     def carry(self, size_bytes: int, now_ns: int) -> int | None:
         """Return when the packet's last bit leaves; None: the queue is full, it is dropped (tail drop)."""

@@ -12,12 +12,13 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from swarm.errors import SwarmError
 from swarm.ids import format_index_set
@@ -66,6 +67,25 @@ class Child:
         await self.process.wait()
         await self.watcher
 
+    def strike(self) -> None:
+        """End it as `kill -9` does, without waiting: for somebody who watches a clock. `kill` still has to be awaited."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def suspend(self) -> None:
+        """Stop it in its tracks (SIGSTOP): it hangs, its sockets stay open."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a suspended process go on (SIGCONT)."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGCONT)
+
+    def leave(self) -> None:
+        """Ask it to leave (SIGTERM), without waiting."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.terminate()
+
     async def stop(self) -> None:
         """Let it leave gracefully, by closing its input; end it hard if it does not within a few seconds."""
         if self.process.stdin is not None:
@@ -88,6 +108,7 @@ class LocalSwarm:
         self.backbone: Child | None = None
         self.peers: list[Child] = []
         self._children: list[Child] = []  # every one that got ready, from that moment: leaving ends them
+        self._n_relays = 0  # started beside the first
         self._n_named = 0  # homes given to peers; one that failed to start keeps its own
 
     async def __aenter__(self) -> Self:
@@ -106,19 +127,28 @@ class LocalSwarm:
             raise ProcessFailed("the relay is not running")
         return str(self.relay.ready["registry"])
 
-    async def add_peer(self, experts: Sequence[int] | Path, *options: str) -> Child:
+    async def add_peer(self, experts: Sequence[int] | Path | Literal["auto"], *options: str) -> Child:
         """Start a peer that holds these experts of every MoE layer, or a slice file's, and wait until it is announced."""
         peer = await self._start(self._name_peer(), self._join(experts, options))
         self.peers.append(peer)
         return peer
+
+    async def add_relay(self, *options: str) -> Child:
+        """Start a further registry node, in a ring with the first, with a key of its own, and wait until it listens."""
+        self._n_relays += 1
+        arguments = ("relay", "--host", "127.0.0.1", "--port", "0", "--ring", self.registry, *options)
+        return await self._start(f"relay{self._n_relays}", arguments)
 
     def _name_peer(self) -> str:
         """Return a home of its own, taken before the start so that two starts at once do not share an identity."""
         self._n_named += 1
         return f"peer{self._n_named - 1}"
 
-    def _join(self, experts: Sequence[int] | Path, options: Sequence[str]) -> tuple[str, ...]:
-        held = ("--slice", str(experts)) if isinstance(experts, Path) else ("--experts", format_index_set(experts))
+    def _join(self, experts: Sequence[int] | Path | Literal["auto"], options: Sequence[str]) -> tuple[str, ...]:
+        if isinstance(experts, Path):
+            held = ("--slice", str(experts))
+        else:
+            held = ("--experts", experts if isinstance(experts, str) else format_index_set(experts))
         return ("join", *held, "--host", "127.0.0.1", "--registry", self.registry, *options)
 
     async def add_peers(self, n_peers: int, n_expert: int, *options: str, faulty: Sequence[str] = ()) -> None:

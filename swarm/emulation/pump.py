@@ -29,9 +29,10 @@ from typing import Any
 from swarm.emulation import namespaces
 from swarm.emulation.fronts import MAX_BATCH, Front, Send
 from swarm.emulation.link import Link, LinkSpec
+from swarm.emulation.moderation import Moderation
 from swarm.emulation.path import Drop, Network, OneWay, PathSpec
 
-SPIN_NS = 60_000
+SPIN_NS = 60_000  # before a packet is due, unless there are so many that waking is moderated
 MAX_RECORDS = 1 << 20  # packets of one direction whose times are kept, 32 bytes each; later ones are only counted
 
 _REAL_TIME_PRIORITY = 1  # the lowest: before all ordinary processes
@@ -70,6 +71,7 @@ class Pump:
         self._fronts: dict[str, Front] = {}
         self._hosts: dict[bytes, Host] = {}  # by address
         self._n_missed = 0
+        self._spin_ns = SPIN_NS
         self._input = b""
         self._is_running = True
         self._is_real_time = is_real_time
@@ -82,9 +84,14 @@ class Pump:
         self._register(sys.stdin.fileno(), self._on_input)
         network, clock = self._network, time.monotonic_ns
         selector_file = self._selector.fileno()  # of epoll or kqueue
+        moderation = Moderation(clock())
         while self._is_running:
+            pause_ns = moderation.pause_ns(clock())
+            self._spin_ns = 0 if pause_ns else SPIN_NS
+            if pause_ns:  # not after the wait below: two wake-ups cost twice as much as one
+                time.sleep(pause_ns * 1e-9)
             due_ns = network.next_due_ns()
-            wait_ns = None if due_ns is None else due_ns - clock() - SPIN_NS
+            wait_ns = None if due_ns is None else due_ns - clock() - self._spin_ns
             if wait_ns is None or wait_ns > 0:
                 # Not the selector's own timeout: epoll's counts whole milliseconds.
                 select.select([selector_file], [], [], None if wait_ns is None else wait_ns * 1e-9)
@@ -94,12 +101,12 @@ class Pump:
                 self._send_due()
 
     def _send_due(self) -> None:
-        """Send what is due now or within SPIN_NS. Reading goes on in between, so that a flood cannot stop it."""
+        """Send what is due now or within `_spin_ns`. Reading goes on in between, so that a flood cannot stop it."""
         network, clock = self._network, time.monotonic_ns
         for _ in range(MAX_BATCH):
             due_ns = network.next_due_ns()
             now_ns = clock()
-            if due_ns is None or due_ns - now_ns > SPIN_NS:
+            if due_ns is None or due_ns - now_ns > self._spin_ns:
                 return
             while now_ns < due_ns:
                 now_ns = clock()
@@ -168,8 +175,15 @@ class Pump:
         match op:
             case "access":
                 specs = [LinkSpec(**command[side]) for side in ("up", "down")]
-                up, down = (None if spec.rate_bit_s is None else Link(spec) for spec in specs)
-                self._links[command["host"]] = up, down
+                former = self._links.get(command["host"])
+                if former is None:
+                    up, down = (None if spec.rate_bit_s is None else Link(spec) for spec in specs)
+                    self._links[command["host"]] = up, down
+                else:
+                    for link, spec in zip(former, specs, strict=True):
+                        if link is None:
+                            raise ValueError("a host without a limit gets none later")
+                        link.spec = spec
             case "front":
                 forth, back = self._add_ways(**command)
                 front = Front(forth, back, offer=self._offer, register=self._register)

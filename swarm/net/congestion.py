@@ -351,10 +351,10 @@ def _check() -> None:
             )
     space = QuicPacketSpace(is_application_data=True)
     source = inspect.getsource(QuicConnection)
-    missing = [name for name in ("ack_at", "ack_queue", "is_application_data") if not hasattr(space, name)]
+    missing = [name for name in ("ack_at", "ack_queue", "is_application_data", "loss_time") if not hasattr(space, name)]
     missing += [
         name
-        for name in ("self._loss._pacer", "self._ack_delay", "space.ack_at", "self._streams_queue")
+        for name in ("self._loss._pacer", "self._ack_delay", "self._pacing_at", "space.ack_at", "self._streams_queue")
         if name not in source
     ]
     if missing:

@@ -7,6 +7,7 @@ the client's and odd ones the server's, as QUIC numbers them. All rules are in `
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable
@@ -22,11 +23,14 @@ from swarm.errors import (
 )
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress
-from swarm.net.quic_driver import QuicDriver
+from swarm.net.congestion import SLICE_PACKETS
+from swarm.net.quic_driver import ACK_DELAY_S, QuicDriver
+from swarm.net.repair import Datagram
 from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.frames import printable
+from swarm.wire.greetings import State
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +44,9 @@ DRAIN_TIMEOUT_S = 60.0  # guessed: an 88 MB block at 12 Mbit/s
 # Given to QUIC since, or held at, the last count before what is unsent is counted again: small dispatches pay nothing for it.
 COUNT_FROM_BYTES = 16 << 10
 _RTT_GAIN = 0.125  # RFC 6298's smoothing
+# A timer that fires within this time is not asked whether something is due before: what a packet makes due is an
+# acknowledgement, after as long, or the driver tells. To ask costs 12 us, and a layer would ask nine times (docs/performance.md).
+TIMER_SLACK_S = ACK_DELAY_S
 # A stream opens all lower ones (RFC 9000 section 2.1) and aioquic keeps an object for each until it is finished; it also
 # doubles its own limit as streams are used. The session counts those that carry data; this bounds the rest.
 MAX_STREAMS = s.MAX_SKIPPED + 4 * s.MAX_EXCHANGES
@@ -55,7 +62,7 @@ class Connection:
         *,
         make_session: Callable[[NodeId | None], s.Session],
         expected: NodeId | None,
-        send: Callable[[bytes, Any], None],
+        send: Callable[[list[Datagram]], None],
         send_copy: Callable[[bytes, Any], None],
         on_request: Callable[[Connection, int, m.Request], None],
         on_cancel: Callable[[Connection, int], None],
@@ -112,7 +119,7 @@ class Connection:
     @property
     def is_open(self) -> bool:
         """Whether requests can be sent now."""
-        return self._error is None and self._session is not None and self._session.state is s.State.OPEN
+        return self._error is None and self._session is not None and self._session.state is State.OPEN
 
     async def wait_open(self) -> None:
         """Return when the greetings are done; raises what ended them."""
@@ -123,15 +130,28 @@ class Connection:
         await self._gone.wait()
 
     async def request(self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
-        """Return the answer to `message`.
+        """Return the answer to `message`: `start`, waited for. Who is cancelled meanwhile gives the request up."""
+        return await self.start(message, timeout_s=timeout_s, max_answer_bytes=max_answer_bytes)
+
+    def start(
+        self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None
+    ) -> asyncio.Future[m.Response]:
+        """Send a request in this tick, and return the future of its answer, which comes within `timeout_s` or fails.
+
+        For who asks many at once: a task for each would cost as much as the request. To cancel the future, at any time, gives
+        the request up: the other side is told to stop, and what it still sends is passed over. A future that fails and that
+        nobody looks at is forgotten without a word.
 
         Args:
             max_answer_bytes: of the answer's body, where the caller knows; a larger one ends the connection on its header.
 
         Raises:
+            ConnectionLost, or what else ended the connection: it is not open. Nothing was sent.
+            Overloaded: too many requests wait on this connection. Nothing was sent.
+
+        The future fails with:
             RemoteRefused: the other side answered with an error.
             DeadlineExceeded, ConnectionLost, RemoteProtocolError: no answer.
-            Overloaded: too many requests wait on this connection.
         """
         if self._error is not None or self._session is None or not self.is_open:
             # Without its old traceback, which would grow with each request on a dead connection.
@@ -139,15 +159,17 @@ class Connection:
         now = clock()
         exchange = self._session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
         answer: asyncio.Future[m.Response] = self._loop.create_future()
-        answer.add_done_callback(_seen)  # the caller may be cancelled in the tick in which it fails
+        answer.add_done_callback(functools.partial(self._on_answer_done, exchange))
         self._answers[exchange] = answer
-        self.flush_soon()
-        try:
-            return await answer
-        finally:
-            if self._answers.pop(exchange, None) is not None:  # nobody settled it: the caller was cancelled
-                self._session.cancel(exchange)
-                self.flush_soon()
+        self._flush_first()
+        return answer
+
+    def _on_answer_done(self, exchange: int, answer: asyncio.Future[m.Response]) -> None:
+        if not answer.cancelled():
+            answer.exception()  # seen: the caller may be cancelled in the tick in which it fails
+        elif self._answers.pop(exchange, None) is not None and self._session is not None:
+            self._session.cancel(exchange)
+            self.flush_soon()
 
     async def wait_drained(self) -> None:
         """Return when the other side has taken enough of what was sent that more may be buffered.
@@ -172,7 +194,7 @@ class Connection:
     def respond(self, exchange: int, message: m.Response | m.Refusal) -> None:
         """Answer a request that `on_request` was told of; silently too late if nobody waits any more."""
         if self._session is not None and self._session.respond(exchange, message):
-            self.flush_soon()
+            self._flush_first()
 
     def close(self, error: SwarmError | None = None) -> None:
         """Close at once; what waits fails with `error` (default: ConnectionLost)."""
@@ -182,7 +204,7 @@ class Connection:
     # For the endpoint
 
     def receive(self, data: bytes, address: Any, now: float) -> None:
-        """Take in one datagram. The endpoint flushes afterwards, once for all datagrams of a tick."""
+        """Take in one datagram. `received` follows, once for all datagrams of a tick."""
         try:
             self.driver.receive(data, address, now)
         except (
@@ -190,11 +212,15 @@ class Connection:
         ) as error:  # whatever a datagram can make aioquic or its parsers raise ends this connection only
             logger.debug("QUIC failed on a datagram", exc_info=True)
             self._end(RemoteProtocolError(f"a datagram that QUIC cannot take: {type(error).__name__}"))
+
+    def received(self, now: float) -> None:
+        """Act on the datagrams that `receive` took in, and flush in this tick if there may be something to send."""
         self._pump(now)
         self._drained.set()
         n_streams = self.driver.n_streams()
         if n_streams > MAX_STREAMS:
             self._end(RemoteProtocolError(f"too many streams: got {n_streams}, expected {MAX_STREAMS}"))
+        self.flush_soon(is_forced=False)
 
     def flush_soon(self, *, is_forced: bool = True) -> None:
         """Flush once in this tick of the loop, however often it is asked for.
@@ -206,27 +232,52 @@ class Connection:
             self._is_flush_due = True
             self._loop.call_soon(self._flush_once)
 
+    def _flush_first(self) -> None:
+        """Flush at once, if nothing was sent in this tick: a star's first member works while the others' bytes are made.
+
+        What more comes in this tick goes together at its end.
+        """
+        if self._is_flush_due:
+            self._is_flush_forced = True
+            return
+        self._is_flush_due = True  # and if nothing more comes, that flush finds nothing to do
+        self._loop.call_soon(self._flush_once)
+        self.flush()
+
     def _flush_once(self) -> None:
         self._is_flush_due = False
         has_data = self._hand_over()
         if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
-            self.flush(has_data=has_data)
+            self._flush(has_data)
         else:
             self._count_unsent()
-            self._set_timer()
+            self._set_timer(clock())
 
-    def flush(self, *, has_data: bool = False) -> None:
+    def flush(self) -> None:
         """Hand the session's bytes to QUIC, QUIC's datagrams to the socket, and set the timer anew."""
+        self._flush(self._hand_over())
+
+    def _flush(self, has_data: bool) -> None:
         self._is_flush_forced = False
-        has_data |= self._hand_over()
         now = clock()
-        for data, address in self.driver.flush(now, has_data=has_data):
-            self._send(data, address)
-        self._pump(now)  # sending can end the closing period
+        self._send_all(now, has_data)
+        if not self.is_open:
+            self._pump(now)  # sending can end the closing period
         self._count_unsent()
-        self._set_timer()
+        self._set_timer(now)
 
     # Inside
+
+    def _send_all(self, now: float, has_data: bool) -> None:
+        """Give the socket what QUIC has to send: by slices, since the driver makes the next one only when it is asked."""
+        flight: list[Datagram] = []
+        for datagram in self.driver.flush(now, has_data=has_data):
+            flight.append(datagram)
+            if len(flight) == SLICE_PACKETS:
+                self._send(flight)
+                flight = []
+        if flight:
+            self._send(flight)
 
     def _count_unsent(self) -> None:
         """Tell the endpoint what is held here, once per tick while that is worth it."""
@@ -267,13 +318,20 @@ class Connection:
             self.quic.send_ping(self._next_ping)
             self._next_ping += 1
 
-    def _set_timer(self) -> None:
-        at: float | None = None
-        if not self._gone.is_set():
-            deadline = self._session.next_deadline() if self._session is not None else self._handshake_deadline
-            if self._error is not None:
-                deadline = None  # QUIC alone has something left to do: its closing period
-            at = min((each for each in (self.driver.next_deadline(), deadline) if each is not None), default=None)
+    def _next_deadline(self) -> float | None:
+        """Return when something must be done next, if nothing else happens."""
+        if self._gone.is_set():
+            return None
+        at = self.driver.next_deadline()
+        if self._error is not None:
+            return at  # QUIC alone has something left to do: its closing period
+        deadline = self._session.next_deadline() if self._session is not None else self._handshake_deadline
+        return deadline if at is None else at if deadline is None else min(at, deadline)
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None and self._timer_at <= now + TIMER_SLACK_S and not self.driver.has_near_deadline(now):
+            return
+        at = self._next_deadline()
         if at is None:
             if self._timer is not None:
                 self._timer.cancel()
@@ -283,12 +341,16 @@ class Connection:
             # cheaper than a new timer each time.
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_later(max(0.0, at - clock()), self._on_timer)
+            self._timer = self._loop.call_later(max(0.0, at - now), self._on_timer)
             self._timer_at = at
 
     def _on_timer(self) -> None:
         self._timer = None
         now = clock()
+        at = self._next_deadline()
+        if at is not None and now < at:  # moved away: of a busy connection nearly always
+            self._set_timer(now)
+            return
         self.driver.handle_timer(now)
         for data, address in self.driver.copies(now):
             self._send_copy(data, address)
@@ -391,8 +453,7 @@ class Connection:
         if self._session is not None:
             self._handle(self._session.close(error))
             self._hand_over()  # a refusal of the greeting still goes out, before QUIC drops all but its CONNECTION_CLOSE
-            for data, address in self.driver.flush(clock(), has_data=True):
-                self._send(data, address)
+            self._send_all(clock(), True)
         for exchange in list(self._answers):
             self._settle(exchange, error)
         if not self._opened.done():

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any, Self
 
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
@@ -23,7 +24,10 @@ from aioquic.quic.retry import QuicRetryTokenHandler
 from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
+    ExpertsNotHeld,
+    Leaving,
     Overloaded,
+    Refused,
     RemoteProtocolError,
     SwarmError,
     UserError,
@@ -35,13 +39,17 @@ from swarm.net.admission import Admission, Verdict
 from swarm.net.answer_budget import AnswerBudget
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
+from swarm.net.flights import FlightSocket
 from swarm.net.quic_driver import QuicDriver, driver_class
+from swarm.net.repair import Datagram
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
+# Answers a request: a coroutine, which gets a task of its own, or a future, which needs none (a dispatch saves the three
+# wake-ups of a task). What is not wanted any more is cancelled.
 Handler = Callable[[Connection, m.Request], Awaitable[m.Response]]
 
 CID_BYTES = 8
@@ -59,7 +67,7 @@ ROOM_TIMEOUT_S = 30.0  # for a bulky request to get its turn and room for its an
 ROOM_CHECK_S = 1.0  # how often those who take their answers slowly are looked for, while others wait
 HELD_ANSWER_BYTES = 512 << 20  # held for all askers; guessed: six of the largest blocks
 DIAL_TIMEOUT_S = 4.0
-_BUSY = m.Refusal(code=m.ErrorCode.BUSY, detail="too many requests, try again")
+_BUSY = m.Busy(retry_after_ms=200, detail="too many requests, try again")  # the time is a guess
 
 
 class Endpoint:
@@ -80,7 +88,8 @@ class Endpoint:
         """Prepare an endpoint.
 
         Args:
-            handler: answers the requests named in `serves`; may raise SwarmError, which becomes a refusal.
+            handler: answers the requests named in `serves`; it, and what it returns, may raise Refused, Overloaded or
+                LookupError, whose texts are sent; of any other exception the asker learns nothing but that there was one.
             port: 0 lets the system choose.
             held_request_bytes: of requests that arrive or are served, all connections together; beyond, askers are told BUSY.
             held_answer_bytes: not taken yet by those who asked; beyond, bulky requests wait and others are told BUSY.
@@ -99,7 +108,7 @@ class Endpoint:
         self._connections: set[Connection] = set()
         self._by_cid: dict[bytes, Connection] = {}
         self._cids: dict[Connection, set[bytes]] = {}
-        self._serving: dict[tuple[Connection, int], asyncio.Task[None]] = {}
+        self._serving: dict[tuple[Connection, int], asyncio.Future[Any]] = {}
         self._n_serving: Counter[Connection | None] = Counter()  # not bulky; None: all
         self._n_bulky: Counter[Connection | None] = Counter()
         self._bulky_turn = asyncio.Semaphore(N_BULKY_AT_ONCE)
@@ -110,6 +119,7 @@ class Endpoint:
         self._admission = Admission()
         self._retry = QuicRetryTokenHandler()
         self._socket: socket.socket | None = None
+        self._flights: FlightSocket | None = None  # the same socket
         self._tasks = asyncio.TaskGroup()
         self._is_closing = False
         self.n_refused = 0  # first packets of connections for which there was no room
@@ -133,20 +143,20 @@ class Endpoint:
                 f"cannot use UDP {self._host}:{self._port}: {error.strerror}; choose another --port"
             ) from error
         await self._tasks.__aenter__()
-        self._socket = udp
+        self._socket, self._flights = udp, FlightSocket(udp)
         asyncio.get_running_loop().add_reader(udp, self._on_readable)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         self._is_closing = True
-        for task in list(self._serving.values()):
-            task.cancel()
+        for serving in list(self._serving.values()):
+            serving.cancel()
         for connection in list(self._connections):
             connection.close()
         if self._socket is not None:
             asyncio.get_running_loop().remove_reader(self._socket)
             self._socket.close()
-            self._socket = None
+            self._socket = self._flights = None
         for connection in list(self._connections):
             connection._finish()
         await self._tasks.__aexit__(None, None, None)
@@ -213,7 +223,7 @@ class Endpoint:
             send_copy=self._send_copy,
             on_request=self._on_request,
             on_cancel=self._on_cancel,
-            on_open=self._admission.end,
+            on_open=self._admission.open,
             on_gone=self._on_gone,
             on_unsent=self._on_unsent,
             on_cid=self._on_cid,
@@ -224,24 +234,27 @@ class Endpoint:
         return connection
 
     def _on_readable(self) -> None:
-        assert self._socket is not None
-        now = clock()
+        assert self._flights is not None
+        now, n_left = clock(), MAX_DATAGRAMS_PER_WAKE
         touched: dict[Connection, None] = {}
-        for _ in range(MAX_DATAGRAMS_PER_WAKE):
+        while n_left > 0:
+            n_left -= 1
             try:
-                data, address = self._socket.recvfrom(65_535)
+                datagrams, address = self._flights.receive()
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:  # an ICMP error of an earlier send; the connection notices by its timers
                 logger.debug("receive failed: %s", error)
                 continue
-            self.bytes_received += len(data)
-            connection = self._connection_for(data, address)
-            if connection is not None:
-                connection.receive(data, address, now)
-                touched[connection] = None
+            n_left -= len(datagrams) - 1
+            for data in datagrams:
+                self.bytes_received += len(data)
+                connection = self._connection_for(data, address)
+                if connection is not None:
+                    connection.receive(data, address, now)
+                    touched[connection] = None
         for connection in touched:
-            connection.flush_soon(is_forced=False)
+            connection.received(now)
 
     def _connection_for(self, data: bytes, address: Any) -> Connection | None:
         if not data or data[0] < 64:
@@ -314,28 +327,32 @@ class Endpoint:
             original_destination_cid=header.destination_cid,
             retry_token=token,
         )
-        self._send(retry, address)
+        self._send([(retry, address)])
 
-    def _send(self, data: bytes, address: Any) -> None:
-        if self._try_to_send(data, address):
-            self.bytes_sent += len(data)
+    def _send(self, flight: Sequence[Datagram]) -> None:
+        address = flight[0][1]
+        if len(flight) > 1 and any(other != address for _, other in flight):  # QUIC looks for another path
+            for datagram in flight:
+                self._send([datagram])
+        else:
+            self.bytes_sent += self._try_to_send([data for data, _ in flight], address)
 
     def _send_copy(self, data: bytes, address: Any) -> None:
-        if self._try_to_send(data, address):
-            self.repair_bytes += len(data)
+        self.repair_bytes += self._try_to_send([data], address)
 
-    def _try_to_send(self, data: bytes, address: Any) -> bool:
-        if self._socket is None:
-            return False
+    def _try_to_send(self, flight: Sequence[bytes], address: Any) -> int:
+        """Return how many bytes the socket took: all, or 0; then it may have taken some all the same."""
+        if self._flights is None:
+            return 0
         try:
-            self._socket.sendto(data, address)
-            return True
+            self._flights.send(flight, address)
+            return sum(map(len, flight))
         except (BlockingIOError, InterruptedError):
-            self.n_send_drops += 1
+            self.n_send_drops += len(flight)
         except OSError as error:
-            self.n_send_drops += 1
+            self.n_send_drops += len(flight)
             logger.debug("send to %s failed: %s", address, error)
-        return False
+        return 0
 
     def _on_cid(self, connection: Connection, cid: bytes, is_issued: bool) -> None:
         cids = self._cids.get(connection)
@@ -368,25 +385,40 @@ class Endpoint:
         if self._handler is None or self._is_closing or is_busy:
             connection.respond(exchange, _BUSY)
             return
-        serve = self._serve_in_turn if is_bulky else self._serve
-        task = self._tasks.create_task(serve(self._handler, connection, exchange, request))
-        self._serving[connection, exchange] = task
+        serving: asyncio.Future[Any]
+        if is_bulky:
+            serving = self._tasks.create_task(self._serve_in_turn(self._handler, connection, exchange, request))
+        else:
+            try:
+                answer = self._handler(connection, request)
+            except Exception as error:
+                self._refuse(connection, exchange, error)
+                return
+            if isinstance(answer, asyncio.Future):
+                serving = answer
+                serving.add_done_callback(functools.partial(self._on_answered, connection, exchange))
+            else:
+                serving = self._tasks.create_task(self._serve(answer, connection, exchange))
+                if asyncio.iscoroutine(answer):  # a task that is stopped before its first step leaves it never awaited
+                    serving.add_done_callback(functools.partial(_close, answer))
+        self._serving[connection, exchange] = serving
+        counts[None] += 1
+        counts[connection] += 1
+        serving.add_done_callback(functools.partial(self._on_served, connection, exchange, counts))
+
+    def _on_served(
+        self, connection: Connection, exchange: int, counts: Counter[Connection | None], _: asyncio.Future[Any]
+    ) -> None:
+        self._serving.pop((connection, exchange), None)
         for key in (None, connection):
-            counts[key] += 1
-
-        def is_done(_: asyncio.Task[None]) -> None:
-            self._serving.pop((connection, exchange), None)
-            for key in (None, connection):
-                counts[key] -= 1
-                if not counts[key]:
-                    del counts[key]
-
-        task.add_done_callback(is_done)
+            counts[key] -= 1
+            if not counts[key]:
+                del counts[key]
 
     def _on_cancel(self, connection: Connection, exchange: int) -> None:
-        task = self._serving.get((connection, exchange))
-        if task is not None:
-            task.cancel()
+        serving = self._serving.get((connection, exchange))
+        if serving is not None:
+            serving.cancel()
 
     async def _serve_in_turn(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
         """Answer one request once the asker has taken its earlier answers, and there is room for this one among all others'."""
@@ -400,7 +432,7 @@ class Endpoint:
                 async with asyncio.timeout(ROOM_TIMEOUT_S) as waiting, self._bulky_turn:
                     await self._wait_for_room()
                     waiting.reschedule(None)
-                    await self._serve(handler, connection, exchange, request)
+                    await self._serve(handler(connection, request), connection, exchange)
             except TimeoutError:
                 connection.respond(exchange, _BUSY)
 
@@ -426,29 +458,59 @@ class Endpoint:
             if not self._answers.is_full:
                 self._has_room.set()
 
-    async def _serve(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
+    async def _serve(self, answer: Awaitable[m.Response], connection: Connection, exchange: int) -> None:
         """Answer one request. Nothing may escape: this task shares a group with all others."""
-        answer: m.Response | m.Refusal
         try:
-            answer = await handler(connection, request)
-        except asyncio.CancelledError:
-            # By the other side, or as the endpoint closes: then this answer goes nowhere. Else by something in the handler.
-            connection.respond(exchange, m.Refusal(code=m.ErrorCode.INTERNAL, detail="the request was cancelled"))
+            self._respond(connection, exchange, await answer)
+        except asyncio.CancelledError as error:
+            self._refuse(connection, exchange, error)
             raise
-        except RemoteProtocolError as error:
-            connection.close(error)
-            return
-        except Overloaded as error:
-            answer = m.Refusal(code=m.ErrorCode.BUSY, detail=str(error))
-        except LookupError as error:
-            answer = m.Refusal(code=m.ErrorCode.NOT_FOUND, detail=str(error.args[0]) if error.args else "not found")
-        except SwarmError as error:
-            answer = m.Refusal(code=m.ErrorCode.INTERNAL, detail=str(error))
-        except Exception:
-            logger.exception("a request of node %s failed", connection.remote.short)
-            answer = m.Refusal(code=m.ErrorCode.INTERNAL, detail="internal error")
+        except Exception as error:
+            self._refuse(connection, exchange, error)
+
+    def _on_answered(self, connection: Connection, exchange: int, answer: asyncio.Future[m.Response]) -> None:
+        error = asyncio.CancelledError() if answer.cancelled() else answer.exception()
+        if error is not None:
+            self._refuse(connection, exchange, error)
+        else:
+            self._respond(connection, exchange, answer.result())
+
+    def _respond(self, connection: Connection, exchange: int, answer: m.Response) -> None:
         try:
             connection.respond(exchange, answer)
         except Exception:  # an answer of the wrong type, or one that cannot be written: the asker must not wait for it
             logger.exception("the answer to a request of node %s cannot be sent", connection.remote.short)
             connection.respond(exchange, m.Refusal(code=m.ErrorCode.INTERNAL, detail="internal error"))
+
+    def _refuse(self, connection: Connection, exchange: int, error: BaseException) -> None:
+        """Tell the asker why there is no answer; what breaks the protocol ends the connection."""
+        # A node may have come back with other experts: not worth its connection.
+        if isinstance(error, RemoteProtocolError) and not isinstance(error, ExpertsNotHeld):
+            connection.close(error)
+            return
+        code, detail = m.ErrorCode.INTERNAL, "internal error"
+        if isinstance(error, asyncio.CancelledError):
+            # By the other side, or as the endpoint closes: then this goes nowhere. Else by something in the handler.
+            detail = "the request was cancelled"
+        elif isinstance(error, Overloaded):
+            busy = m.Busy(detail=str(error), retry_after_ms=max(0, round(error.retry_after_s * 1e3)))
+            connection.respond(exchange, busy)
+            return
+        elif isinstance(error, Leaving):
+            code, detail = m.ErrorCode.SHUTTING_DOWN, str(error)
+        elif isinstance(error, ExpertsNotHeld) or type(error) is LookupError:
+            code, detail = (
+                m.ErrorCode.NOT_FOUND,
+                str(error),
+            )  # raised on purpose; a KeyError is a bug, and may hold anything
+        elif isinstance(error, Refused):
+            detail = str(error)
+        elif isinstance(error, SwarmError):  # its text is for the people of this machine, and may name its files
+            logger.warning("a request of node %s failed: %s", connection.remote.short, error)
+        else:
+            logger.error("a request of node %s failed", connection.remote.short, exc_info=error)
+        connection.respond(exchange, m.Refusal(code=code, detail=detail))
+
+
+def _close(answer: Coroutine[Any, Any, Any], _: asyncio.Future[Any]) -> None:
+    answer.close()

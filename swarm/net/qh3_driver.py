@@ -1,7 +1,8 @@
 """qh3 (Rust) in aioquic's place: less processor time per packet, the same wire. Import it only if it is installed.
 
-It has no hook for congestion control or acknowledgements, so nothing of `congestion` and `repair` applies: for short, clean,
-busy links. Figures in docs/transport.md.
+It has no hook for congestion control, so nothing of `congestion` and `repair` applies: for short, clean, busy links. Its core
+would acknowledge every second packet at once; since it does so only when it is asked for datagrams, it is asked later, so that
+acknowledgements ride on the answer or the next dispatch, as with aioquic. Figures in docs/transport.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from swarm.errors import IdentityMismatch
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.certificate import IDLE_TIMEOUT_S, MAX_DATA, MAX_DATAGRAM_BYTES, MAX_STREAM_DATA
-from swarm.net.quic_driver import QuicDriver
+from swarm.net.quic_driver import ACK_DELAY_S, ACK_EVERY_PACKETS, SMALL_BYTES, QuicDriver
 from swarm.net.repair import Datagram
 from swarm.wire.session import ALPN
 
@@ -66,6 +67,9 @@ class Qh3Driver(QuicDriver):
             retry_source_connection_id=retry_cid,
         )
         self._held: deque[tuple[int, bytes, bool]] = deque()  # bounded by the session's MAX_EXCHANGES
+        self._n_received = 0  # datagrams since the last flush
+        self._is_ack_urgent = False
+        self._ack_at: float | None = None  # when what came since then is acknowledged at the latest
 
     def presented_node_id(self) -> NodeId:
         certificate = self.quic.get_peercert()  # whose key signed the handshake: checked with CERT_NONE too
@@ -94,7 +98,29 @@ class Qh3Driver(QuicDriver):
             self._call(self.quic.reset_stream, stream, 0)
             self._call(self.quic.stop_stream, stream, 0)
 
+    def receive(self, data: bytes, address: Any, now: float) -> None:
+        self.quic.receive_datagram(data, address, now=now)
+        self._n_received += 1
+        if len(data) < SMALL_BYTES or self._n_received >= ACK_EVERY_PACKETS:
+            self._is_ack_urgent = True
+        if self._ack_at is None:
+            self._ack_at = now + ACK_DELAY_S
+
+    def wants_flush(self) -> bool:
+        """False while all that waits is an acknowledgement that may wait. So a gap is told up to ACK_DELAY_S late."""
+        return self._is_ack_urgent or bool(self._held) or int(self.quic.get_send_buffer_size()) > 0
+
+    def next_deadline(self) -> float | None:
+        at: float | None = self.quic.get_timer()
+        return at if at is None or self._ack_at is None else max(at, self._ack_at)
+
+    def has_near_deadline(self, now: float) -> bool:
+        """False while an acknowledgement waits: then nothing is looked for before it is due, and a timer is set for that."""
+        at: float | None = self.quic.get_timer()
+        return self._ack_at is None and at is not None and at < now + ACK_DELAY_S
+
     def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
+        self._n_received, self._is_ack_urgent, self._ack_at = 0, False, None
         while self._held and self._is_allowed(self._held[0][0]):
             self._call(self.quic.send_stream_data, *self._held.popleft())
         try:

@@ -25,7 +25,10 @@ MAX_FLIGHT_PACKETS = 48
 # took 5.6 round trips without, 2.6 with it). One packet in 16 or more.
 LONG_FLIGHT_PACKETS = 16
 TAIL_PACKETS = 1
-MIN_BYTES = 64  # below: a bare acknowledgement or ping, which the next one replaces
+# A datagram this small that leaves alone is a bare acknowledgement or ping, which the next one replaces. At the end of a flight
+# it is a message's last bytes: left out, 2 % of 12,000-byte dispatches (ten datagrams and 20 bytes) took 2.3 round trips at 1 %
+# loss.
+MIN_BYTES = 64
 # Between the copies, a share of the round trip within these bounds: bursts of loss last milliseconds. Guessed.
 SPACING_SHARE, MIN_SPACING_S, MAX_SPACING_S = 1 / 32, 0.001, 0.004
 PAUSE_S = (
@@ -42,10 +45,12 @@ class Repair:
 
     def sent(self, flight: Sequence[Datagram], now: float, *, rtt_s: float, is_protected: bool) -> None:
         """Note a flight that left now; `is_protected`: on a path that lost a packet lately."""
+        if len(flight) == 1 and len(flight[0][0]) < MIN_BYTES:
+            return
         if not is_protected or len(flight) > MAX_FLIGHT_PACKETS:
             flight = flight[-TAIL_PACKETS:] if len(flight) >= LONG_FLIGHT_PACKETS else ()
         due = now + min(MAX_SPACING_S, max(MIN_SPACING_S, SPACING_SHARE * rtt_s))
-        self._waiting.extend((due, datagram) for datagram in flight if len(datagram[0]) >= MIN_BYTES)
+        self._waiting.extend((due, datagram) for datagram in flight)
 
     def next_deadline(self) -> float | None:
         """Return when `due` should be called; None: no copy waits."""

@@ -101,3 +101,47 @@ def test_merged_rows_and_pairs_follow_each_other_and_split_again() -> None:
     assert merged.weights.dtype == np.float32
     parts = merged.split(merged.rows)
     assert [part.tobytes() for part in parts] == [first.rows.tobytes(), second.rows.tobytes()]
+
+
+def test_askers_take_turns_and_each_keeps_its_order() -> None:
+    line: Line[Waiting] = Line()
+    flood, calm = [Waiting(exact()) for _ in range(6)], [Waiting(exact()) for _ in range(2)]
+    for entry in flood:
+        line.add(entry, "flood")
+    assert line.take() == [flood[0]]
+    for entry in calm:
+        line.add(entry, "calm")
+    order = [line.take()[0] for _ in range(len(line))]
+    assert order == [calm[0], flood[1], calm[1], *flood[2:]]
+    assert not line
+
+
+def test_an_asker_that_comes_back_is_not_kept_waiting_by_a_flood() -> None:
+    line: Line[Waiting] = Line()
+    for _ in range(10):
+        line.add(Waiting(exact()), "flood")
+    line.take()
+    for _ in range(4):
+        token = Waiting(exact())
+        line.add(token, "calm")
+        assert line.take() == [token]
+        assert line.take() != [token]
+
+
+def test_what_is_merged_may_come_from_several_askers() -> None:
+    line: Line[Waiting] = Line()
+    entries = [Waiting(dispatch(layer)) for layer in (0, 1, 0, 1)]
+    for entry, asker in zip(entries, "aabb", strict=True):
+        line.add(entry, asker)
+    assert taken(line, entries) == [[0, 2], [1, 3]]
+
+
+def test_who_leaves_the_line_is_out_of_it_and_loses_no_other_its_turn() -> None:
+    line: Line[Waiting] = Line()
+    entries = [Waiting(exact()) for _ in range(4)]
+    for entry, asker in zip(entries, "aabb", strict=True):
+        line.add(entry, asker)
+    line.discard(entries[0])
+    line.discard(entries[0])
+    assert len(line) == 3
+    assert [line.take()[0] for _ in range(3)] == [entries[1], entries[2], entries[3]]

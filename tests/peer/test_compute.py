@@ -76,7 +76,7 @@ def real_line(real_executor: ExpertExecutor) -> Iterator[Compute]:
 
 async def start(line: Compute, executor: FakeExecutor, n: int) -> list[asyncio.Task[m.Result]]:
     """Put n dispatches in line, of layers 0, 1, ...; return once the first is being computed."""
-    tasks = [asyncio.create_task(line.run(dispatch(layer))) for layer in range(n)]
+    tasks = [(line.start(dispatch(layer))) for layer in range(n)]
     assert await asyncio.to_thread(executor.is_busy.wait, 5)
     return tasks
 
@@ -85,8 +85,8 @@ async def test_the_answer_is_the_executors_in_the_form_that_was_asked(
     real_line: Compute, real_executor: ExpertExecutor
 ) -> None:
     asked = dispatch()
-    partial = await real_line.run(asked)
-    raw = await real_line.run(dispatch(result_codec=RowCodec.EXACT, weights=None))
+    partial = await real_line.start(asked)
+    raw = await real_line.start(dispatch(result_codec=RowCodec.EXACT, weights=None))
     assert (partial.codec, partial.rows.shape) == (RowCodec.F32, (2, D))
     assert (raw.codec, raw.rows.shape) == (RowCodec.EXACT, (3, D))
     np.testing.assert_array_equal(partial.rows, np.stack([raw.rows[0] * 0.5 + raw.rows[1] * 0.5, raw.rows[2] * 0.5]))
@@ -131,11 +131,11 @@ async def test_a_full_line_refuses_and_takes_again_once_it_is_shorter(
     monkeypatch.setattr(compute, "MAX_LINE", 3)
     tasks = await start(line, executor, 3)
     with pytest.raises(Overloaded, match="3 dispatches wait") as caught:
-        await line.run(dispatch(9))
+        await line.start(dispatch(9))
     assert caught.value.retry_after_s > 0
     executor.may_end.set()
     await asyncio.gather(*tasks)
-    await line.run(dispatch(7))
+    await line.start(dispatch(7))
     assert executor.layers == [0, 1, 2, 7]
 
 
@@ -156,7 +156,7 @@ async def test_a_cancelled_dispatch_under_way_is_finished_for_nobody(line: Compu
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     executor.may_end.set()
-    await line.run(dispatch(1))
+    await line.start(dispatch(1))
     assert executor.layers == [0, 1]
     assert line.stats.n_dispatches == 1
 
@@ -165,10 +165,10 @@ async def test_a_failure_is_its_own_dispatchs_alone(line: Compute, executor: Fak
     executor.may_end.set()
     executor.error = EngineError("ggml could not compute")
     with pytest.raises(EngineError):
-        await line.run(dispatch())
+        await line.start(dispatch())
     assert (line.n_in_line, line.stats.n_dispatches) == (0, 0)
     executor.error = None
-    await line.run(dispatch())
+    await line.start(dispatch())
     assert line.stats.n_dispatches == 1
 
 
@@ -187,9 +187,9 @@ async def test_closing_finishes_what_is_under_way_and_drops_the_rest(line: Compu
 
 async def held(line: Compute, executor: FakeExecutor, dispatches: list[m.Dispatch]) -> list[asyncio.Task[m.Result]]:
     """Keep the thread busy with layer 9, put the dispatches in line behind it, and return their tasks."""
-    first = asyncio.create_task(line.run(dispatch(9)))
+    first = line.start(dispatch(9))
     assert await asyncio.to_thread(executor.is_busy.wait, 5)
-    tasks = [asyncio.create_task(line.run(each)) for each in dispatches]
+    tasks = [(line.start(each)) for each in dispatches]
     await wait_until(lambda: line.n_in_line == 1 + len(tasks))
     return [first, *tasks]
 
@@ -211,9 +211,9 @@ async def test_merged_answers_are_those_of_each_by_itself(real_line: Compute, re
     asked = [dispatch(0, experts=experts) for experts in ((1, 2, 3), (3, 1), (2, 2, 3))]
     for number, each in enumerate(asked):
         each.rows[:] = np.random.default_rng(number).standard_normal(each.rows.shape)
-    alone = [await real_line.run(each) for each in asked]
+    alone = [await real_line.start(each) for each in asked]
     before, n_alone = real_executor.assignments().counts, real_line.stats.n_computations
-    together = await asyncio.gather(*(real_line.run(each) for each in asked))
+    together = await asyncio.gather(*(real_line.start(each) for each in asked))
     assert real_line.stats.n_computations == n_alone + 1
     for one, other in zip(alone, together, strict=True):
         assert one.rows.tobytes() == other.rows.tobytes()
@@ -241,7 +241,7 @@ async def test_a_bad_dispatch_fails_alone_and_the_rest_of_its_group_is_answered(
     before = real_executor.assignments().total
     good, strange, broken = dispatch(), dispatch(experts=(1, 2, 4)), dispatch(weights=np.full(3, np.nan, np.float32))
     outcomes = await asyncio.gather(
-        *(real_line.run(each) for each in (good, strange, broken, good)), return_exceptions=True
+        *(real_line.start(each) for each in (good, strange, broken, good)), return_exceptions=True
     )
     assert [type(outcome) for outcome in outcomes] == [m.Result, ExpertsNotHeld, RemoteProtocolError, m.Result]
     assert "experts 4" in str(outcomes[1])
@@ -255,15 +255,15 @@ async def test_a_short_computation_runs_on_the_loop_and_a_long_or_unknown_one_do
     line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor.may_end.set()
-    await line.run(dispatch())
+    await line.start(dispatch())
     assert executor.threads == {"compute"}, "how long it takes is not known yet"
     monkeypatch.setattr(compute, "INLINE_S", 60.0)
-    await line.run(dispatch())
+    await line.start(dispatch())
     assert executor.threads == {"compute", "MainThread"}
     assert line.stats.n_inline == 1
     monkeypatch.setattr(compute, "INLINE_S", 0.0)
     executor.threads.clear()
-    await line.run(dispatch())
+    await line.start(dispatch())
     assert executor.threads == {"compute"}
 
 
@@ -271,10 +271,10 @@ async def test_where_others_wait_too_the_thread_computes_and_the_loop_stays_free
     line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executor.may_end.set()
-    await line.run(dispatch())
+    await line.start(dispatch())
     executor.threads.clear()
     monkeypatch.setattr(compute, "INLINE_S", 60.0)
-    await asyncio.gather(line.run(dispatch(0)), line.run(dispatch(1)))
+    await asyncio.gather(line.start(dispatch(0)), line.start(dispatch(1)))
     assert executor.threads == {"compute"}
     assert line.stats.n_inline == 0
 
@@ -313,10 +313,10 @@ async def test_a_dispatch_that_does_not_fit_the_slice_breaks_the_protocol(
 ) -> None:
     before = real_executor.assignments().total
     with pytest.raises(RemoteProtocolError, match=message):
-        await real_line.run(dispatch(**fields))
+        await real_line.start(dispatch(**fields))
     assert real_executor.assignments().total == before
     assert (real_line.n_in_line, real_line.stats.n_dispatches) == (0, 0)
-    assert (await real_line.run(dispatch())).rows.shape == (2, D), "the peer goes on"
+    assert (await real_line.start(dispatch())).rows.shape == (2, D), "the peer goes on"
 
 
 async def test_a_dispatch_whose_answer_fits_no_frame_is_refused_before_it_is_computed(
@@ -326,8 +326,8 @@ async def test_a_dispatch_whose_answer_fits_no_frame_is_refused_before_it_is_com
     asked = dispatch(result_codec=RowCodec.EXACT, weights=None)
     size = 20 + len(asked.expert_ids) * 4 * D
     monkeypatch.setitem(compute.LIMITS, FrameType.RESULT, size)
-    await line.run(asked)
+    await line.start(asked)
     monkeypatch.setitem(compute.LIMITS, FrameType.RESULT, size - 1)
     with pytest.raises(RemoteProtocolError, match="answer is too large"):
-        await line.run(asked)
+        await line.start(asked)
     assert line.stats.n_dispatches == 1

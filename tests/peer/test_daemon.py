@@ -9,18 +9,29 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import numpy as np
 import pytest
 
-from peer import daemon, fetch
+from peer import auto, daemon, fetch
+from peer.auto import AutoExperts
+from peer.compute import MAX_LINE, ComputeStats
 from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
-from swarm.errors import IntegrityError, NetworkError, RemoteProtocolError, UserError
+from swarm.errors import (
+    ExpertsNotHeld,
+    IntegrityError,
+    Leaving,
+    NetworkError,
+    Overloaded,
+    RemoteProtocolError,
+    UserError,
+)
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import ExpertSet
+from swarm.ids import ExpertSet, NodeId
 from swarm.model.block_store import BlockStore
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import manifest_of
@@ -28,13 +39,23 @@ from swarm.model.slices import write_slice
 from swarm.net.addresses import parse_address
 from swarm.registry import announcer
 from swarm.registry.client import RegistryAddress
-from swarm.registry.records import ExpertAnnouncement, RecordKind, SignedRecord, Withdrawal, verify
+from swarm.registry.records import (
+    ExpertAnnouncement,
+    RecordKind,
+    RoutingHistogram,
+    SignedRecord,
+    Withdrawal,
+    verify,
+)
+from swarm.registry.scarcity import MOVE_PAUSE_S
 from swarm.wire import messages as m
+from swarm.wire.rows import RowCodec
 from swarm.wire.session import WIRE_VERSIONS
 from tests.peer.conftest import FakeNetwork, SmallModel, dispatch, node
 
 IDENTITY = Identity.from_seed(bytes(range(32)))
 OUR_ADDRESS = "192.0.2.99:4000"
+BACKBONE, OTHER_BACKBONE = NodeId(b"b" * 32), NodeId(b"o" * 32)
 
 
 class FakeEndpoint:
@@ -56,8 +77,8 @@ class FakeEndpoint:
     async def __aexit__(self, *_: object) -> None:
         self.is_open = False
 
-    async def ask(self, request: m.Request) -> Any:
-        return await self.handler(None, request)
+    async def ask(self, request: m.Request, *, backbone: NodeId = BACKBONE) -> Any:
+        return await self.handler(SimpleNamespace(remote=backbone), request)
 
 
 class FakeRegistry:
@@ -65,9 +86,10 @@ class FakeRegistry:
 
     network: FakeNetwork
     published: list[Any]
+    others: list[ExpertAnnouncement]
     has_lost_us = False
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **_options: object) -> None:
         self.offers = self.network.offers
 
     async def publish(self, signed: SignedRecord) -> int:
@@ -75,10 +97,19 @@ class FakeRegistry:
         self.published.append(record)
         return record.seq
 
+    async def holders(self, _model: object) -> list[ExpertAnnouncement]:
+        return list(self.others)
+
+    async def histograms(self, _model: object) -> list[RoutingHistogram]:
+        return []
+
     async def observed_address(self) -> str:
         if self.has_lost_us and self.published:
             raise NetworkError("no registry answers")
         return OUR_ADDRESS
+
+    async def close(self) -> None:
+        pass
 
 
 class FakePool:
@@ -94,11 +125,13 @@ class FakePool:
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch, network: FakeNetwork) -> None:
     FakeRegistry.network = FakePool.network = network
-    FakeRegistry.published, FakeRegistry.has_lost_us = [], False
+    FakeRegistry.published, FakeRegistry.others, FakeRegistry.has_lost_us = [], [], False
+    monkeypatch.setattr(auto, "SETTLE_S", 0.0)
     monkeypatch.setattr(daemon, "Endpoint", FakeEndpoint)
     monkeypatch.setattr(daemon, "RegistryClient", FakeRegistry)
     monkeypatch.setattr(daemon, "Pool", FakePool)
     monkeypatch.setattr(fetch, "RETRY_S", 0.0)
+    monkeypatch.setattr(daemon, "LINGER_S", 0.0)
 
 
 @pytest.fixture
@@ -179,7 +212,7 @@ async def test_a_slice_may_hold_other_experts_in_each_layer(
         assert record.experts == experts
         assert isinstance(await endpoint.ask(tagged(small, layer=0, experts=(0, 5))), m.Result)
         assert isinstance(await endpoint.ask(tagged(small, layer=1, experts=(2, 2))), m.Result)
-        with pytest.raises(LookupError):
+        with pytest.raises(ExpertsNotHeld):
             await endpoint.ask(tagged(small, layer=1, experts=(0, 5)))
     assert sorted(network.blocks_asked()) == [(0, 0), (0, 5), (1, 2)]
 
@@ -357,6 +390,155 @@ async def test_a_registry_lost_right_after_the_announcement_is_a_network_error(
     assert isinstance(FakeRegistry.published[-1], Withdrawal)
 
 
+# Choosing by itself
+
+
+def room_for(small: SmallModel, n_experts: int) -> AutoExperts:
+    """Return a budget for so many experts of both layers."""
+    size = sum(small.manifest.spec.block_size_bytes(layer) for layer in (0, 1))
+    return AutoExperts(memory_bytes=auto.OVERHEAD_BYTES + n_experts * size, disk_bytes=10**9)
+
+
+def other_peer(small: SmallModel, experts: ExpertSet) -> ExpertAnnouncement:
+    return ExpertAnnouncement(
+        node=node(9),
+        seq=1,
+        ttl_s=60,
+        model=small.manifest.model_id,
+        model_name="small",
+        experts=experts,
+        addresses=("192.0.2.9:1",),
+        exact_kernels=False,
+        wire_versions=WIRE_VERSIONS,
+    )
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+async def test_a_peer_left_to_choose_claims_what_nobody_holds_before_it_loads_it(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, from_file: bool
+) -> None:
+    network.add(small, 1)
+    FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [0, 1, 3, 5]))]
+    made = config(experts=room_for(small, 2), model_file=small.path if from_file else None)
+    async with joined(made) as (ready, endpoint):
+        assert ready.experts == "experts 2,4 of layers 0-1"
+        claim, *_, last = FakeRegistry.published
+        assert (claim.is_loading, last.is_loading) == (True, False)
+        assert claim.experts == last.experts == ExpertSet.of([0, 1], [2, 4])
+        assert isinstance(await endpoint.ask(tagged(small, experts=(2, 4))), m.Result)
+    assert isinstance(FakeRegistry.published[-1], Withdrawal)
+    assert set(network.blocks_asked()) == (set() if from_file else {(0, 2), (1, 2), (0, 4), (1, 4)})
+
+
+async def test_a_claim_is_withdrawn_when_the_experts_cannot_be_had(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    honest = small.share()
+
+    async def lie(request: m.Request) -> m.Response:
+        response = await honest.answer(request)
+        return m.BlockBytes(data=bytes(len(response.data))) if isinstance(response, m.BlockBytes) else response
+
+    network.add(small, 1, lie)
+    with pytest.raises(IntegrityError):
+        await refused(config(experts=room_for(small, 2)))
+    claim, last = FakeRegistry.published
+    assert claim.is_loading
+    assert isinstance(last, Withdrawal)
+
+
+async def test_a_choice_keeps_to_the_layers_that_were_asked_for(
+    small: SmallModel, config: Callable[..., PeerConfig]
+) -> None:
+    made = config(experts=room_for(small, 6), layers=frozenset({1}), model_file=small.path)
+    async with joined(made) as (ready, _):
+        assert ready.experts == "experts 0-5 of layers 1"
+    with pytest.raises(UserError, match="not one expert fits"):
+        await refused(config(experts=room_for(small, 0), model_file=small.path))
+
+
+@pytest.fixture
+def moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "REBALANCE_S", 0.01)
+    monkeypatch.setattr(daemon, "GRACE_S", 0.1)
+    monkeypatch.setattr("swarm.registry.scarcity.MOVE_PAUSE_S", 0.0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.usefixtures("moving")
+async def test_a_peer_moves_to_what_is_scarcer_and_computes_both_until_backbones_know(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    assert MOVE_PAUSE_S >= 600
+    network.add(small, 1)
+    FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [0, 1, 2, 3]))]
+    async with joined(config(experts=room_for(small, 2))) as (_, endpoint):
+        assert isinstance(await endpoint.ask(tagged(small, experts=(4, 5))), m.Result)
+        FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [2, 3, 4, 5]))]
+        await until(lambda: FakeRegistry.published[-1].experts == ExpertSet.of([0, 1], [0, 1]))
+        assert not FakeRegistry.published[-1].is_loading
+        assert isinstance(await endpoint.ask(tagged(small, experts=(4, 5))), m.Result), "who has not heard of it yet"
+        assert isinstance(await endpoint.ask(tagged(small, experts=(0, 1))), m.Result)
+        with pytest.raises(ExpertsNotHeld):
+            await endpoint.ask(tagged(small, experts=(1, 4)))
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+        assert (status["experts"], status["n_dispatches"], status["n_assignments"]) == ([["0-1", "0-1"]], 3, 6)
+        await asyncio.sleep(0.3)
+        with pytest.raises(ExpertsNotHeld):
+            await endpoint.ask(tagged(small, experts=(4, 5)))
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+        assert (status["n_dispatches"], status["n_assignments"]) == (3, 6), "counts go on"
+
+
+@pytest.mark.usefixtures("moving")
+async def test_a_move_that_somebody_else_has_made_first_is_given_up(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    honest = small.share()
+    gap = [other_peer(small, ExpertSet.of([0, 1], [2, 3, 4, 5]))]
+    filled = [other_peer(small, ExpertSet.of([0, 1], range(6)))]
+
+    async def fill(request: m.Request) -> m.Response:
+        if isinstance(request, m.GetBlock) and FakeRegistry.others == gap:
+            FakeRegistry.others = filled
+        return await honest.answer(request)
+
+    network.add(small, 1, fill)
+    FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [0, 1, 2, 3]))]
+    async with joined(config(experts=room_for(small, 2))) as (_, endpoint):
+        FakeRegistry.others = gap
+        await until(lambda: len(set(network.blocks_asked())) == 8)
+        await asyncio.sleep(0.1)
+        assert FakeRegistry.published[-1].experts == ExpertSet.of([0, 1], [4, 5])
+        assert isinstance(await endpoint.ask(tagged(small, experts=(4, 5))), m.Result)
+
+
+@pytest.mark.usefixtures("moving")
+async def test_without_memory_for_both_slices_a_peer_stays(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network.add(small, 1)
+    is_asked = asyncio.Event()
+
+    def little() -> int:
+        is_asked.set()
+        return 1000
+
+    monkeypatch.setattr(daemon, "free_memory_bytes", little)
+    FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [0, 1, 2, 3]))]
+    async with joined(config(experts=room_for(small, 2))):
+        FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [2, 3, 4, 5]))]
+        await asyncio.wait_for(is_asked.wait(), 10)
+        await asyncio.sleep(0.05)
+        assert len(set(network.blocks_asked())) == 4, "nothing is fetched"
+        assert FakeRegistry.published[-1].experts == ExpertSet.of([0, 1], [4, 5])
+
+
 # Integrity
 
 
@@ -461,8 +643,114 @@ async def test_a_dispatch_to_an_expert_that_is_not_held_is_not_found(
     small: SmallModel, config: Callable[..., PeerConfig]
 ) -> None:
     async with joined(config(model_file=small.path)) as (_, endpoint):
-        with pytest.raises(LookupError, match="layer 0, experts 4"):  # an old view, not an attack: the link stays
+        with pytest.raises(ExpertsNotHeld, match="layer 0, experts 4"):  # an old view, not an attack: the link stays
             await endpoint.ask(tagged(small, experts=(1, 4)))
+
+
+class HeldCompute:
+    """A line in which everything stays until the test lets it go."""
+
+    def __init__(self, *_: object) -> None:
+        self.stats = ComputeStats(n_computations=10, compute_s=1.0)
+        self.line: list[asyncio.Future[m.Result]] = []
+
+    def start(self, request: m.Dispatch, asker: object) -> asyncio.Future[m.Result]:
+        answer: asyncio.Future[m.Result] = asyncio.get_running_loop().create_future()
+        self.line.append(answer)
+        return answer
+
+    @property
+    def n_in_line(self) -> int:
+        return sum(not answer.done() for answer in self.line)
+
+    def close(self) -> None:
+        pass
+
+
+async def let_run() -> None:
+    """Let everything happen that waits for nothing but the loop."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def some_result() -> m.Result:
+    return m.Result(codec=RowCodec.F32, rows=np.zeros((1, 1), np.float32), compute_us=1, queue_us=1)
+
+
+async def test_a_leaving_peer_withdraws_takes_nothing_new_and_finishes_what_it_has(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "Compute", HeldCompute)
+    peer = PeerDaemon(config(model_file=small.path), IDENTITY)
+    ready = asyncio.Event()
+    task = asyncio.create_task(peer.run(lambda _: ready.set()))
+    await ready.wait()
+    assert peer._slice is not None
+    compute, endpoint = peer._slice.compute, FakeEndpoint.last
+    assert isinstance(compute, HeldCompute)
+    asked = asyncio.create_task(endpoint.ask(tagged(small)))
+    await let_run()
+    task.cancel()
+    await let_run()
+    assert isinstance(FakeRegistry.published[-1], Withdrawal)
+    with pytest.raises(Leaving):
+        await endpoint.ask(tagged(small))
+    await let_run()
+    assert not task.done(), "it has something to finish"
+    assert endpoint.is_open
+    compute.line[0].set_result(some_result())
+    await asked
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert not endpoint.is_open
+
+
+async def test_a_peer_told_twice_to_leave_leaves_at_once(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "Compute", HeldCompute)
+    peer = PeerDaemon(config(model_file=small.path), IDENTITY)
+    ready = asyncio.Event()
+    task = asyncio.create_task(peer.run(lambda _: ready.set()))
+    await ready.wait()
+    asked = asyncio.create_task(FakeEndpoint.last.ask(tagged(small)))
+    await let_run()
+    task.cancel()
+    await let_run()
+    assert not task.done()
+    task.cancel()
+    await asyncio.wait([task], timeout=1)
+    assert task.done()
+    asked.cancel()
+
+
+async def test_a_backbone_has_its_share_of_the_line_and_is_told_when_to_come_back(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "Compute", HeldCompute)
+    async with joined(config(model_file=small.path)) as (_, endpoint):
+
+        def ask(backbone: NodeId) -> Any:
+            return endpoint.handler(SimpleNamespace(remote=backbone), tagged(small))
+
+        answers = [ask(BACKBONE) for _ in range(MAX_LINE)]
+        with pytest.raises(Overloaded) as busy:
+            ask(BACKBONE)
+        assert busy.value.retry_after_s == daemon.MAX_RETRY_S, "128 that take 0.1 s each"
+        others = [ask(OTHER_BACKBONE) for _ in range(MAX_LINE // 2)]
+        with pytest.raises(Overloaded):
+            ask(OTHER_BACKBONE)
+        for answer in answers[: MAX_LINE // 2]:
+            answer.set_result(some_result())
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            ask(BACKBONE)  # it has as much as the other now
+        for answer in [*answers[MAX_LINE // 2 :], *others[1:]]:
+            answer.set_result(some_result())
+        await asyncio.sleep(0)
+        others[0].set_result(some_result())
+        await asyncio.sleep(0)
+        ask(BACKBONE).set_result(some_result())
 
 
 async def test_anything_else_breaks_the_protocol(small: SmallModel, config: Callable[..., PeerConfig]) -> None:

@@ -202,3 +202,24 @@ async def test_giving_up_a_start_ends_the_child(tmp_path: Path, started: list[as
         await task
     (process,) = started
     assert process.returncode == -signal.SIGKILL
+
+
+async def test_a_peer_can_be_made_to_hang_go_on_leave_and_die(tmp_path: Path, tiny_moe: Path) -> None:
+    async with LocalSwarm(tmp_path) as swarm:
+        options = ("--model", str(tiny_moe / "model-Q8_0.gguf"), "--layers", "0")
+        hangs, leaves = await swarm.add_peer(range(2), *options), await swarm.add_peer(range(2), *options)
+        hangs.suspend()
+        while _state(hangs.pid) != "T":
+            pass
+        hangs.resume()
+        while _state(hangs.pid) == "T":
+            pass
+        assert hangs.is_running
+        leaves.leave()
+        assert await leaves.process.wait() == 0, "it left as it should"
+        hangs.strike()
+        assert await hangs.process.wait() == -signal.SIGKILL
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import random
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 import pytest
 
 from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
+    ExpertsNotHeld,
     IdentityMismatch,
     LocalProtocolError,
     NetworkError,
     Overloaded,
+    Refused,
     RemoteProtocolError,
     RemoteRefused,
     UserError,
@@ -31,6 +34,7 @@ from swarm.net import endpoint as endpoint_module
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint, Handler
 from swarm.net.quic_driver import driver_class
+from swarm.net.repair import Datagram
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.frames import encode
@@ -166,9 +170,12 @@ async def test_an_unserved_request_is_refused_and_the_link_lives() -> None:
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (KeyError("no such block"), m.ErrorCode.NOT_FOUND, "no such block"),
+        (LookupError("no such block"), m.ErrorCode.NOT_FOUND, "no such block"),
+        (Refused("not from you"), m.ErrorCode.INTERNAL, "not from you"),
         (Overloaded("queue is full"), m.ErrorCode.BUSY, "queue is full"),
-        (NetworkError("upstream is gone"), m.ErrorCode.INTERNAL, "upstream is gone"),
+        (NetworkError("a secret host is gone"), m.ErrorCode.INTERNAL, "internal error"),
+        (UserError("cannot read /a/secret/path"), m.ErrorCode.INTERNAL, "internal error"),
+        (KeyError("a secret of ours"), m.ErrorCode.INTERNAL, "internal error"),
         (ZeroDivisionError("a secret of ours"), m.ErrorCode.INTERNAL, "internal error"),
         (asyncio.CancelledError(), m.ErrorCode.INTERNAL, "cancelled"),
     ],
@@ -189,6 +196,102 @@ async def test_a_handlers_exception_is_a_refusal_and_the_endpoint_lives(
         assert "secret" not in str(caught.value)
         await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
         await eventually(lambda: not server._serving)
+
+
+def answers_later(answers: list[asyncio.Future[m.Response]]) -> Handler:
+    """A handler that returns futures, which it leaves to the test."""
+
+    def handler(connection: Connection, request: m.Request) -> asyncio.Future[m.Response]:
+        answers.append(asyncio.get_running_loop().create_future())
+        return answers[-1]
+
+    return handler
+
+
+async def test_a_handler_may_answer_by_a_future_without_a_task() -> None:
+    answers: list[asyncio.Future[m.Response]] = []
+    async with linked(answers_later(answers)) as (server, _, connection):
+        asked = connection.start(m.GetStatus(), timeout_s=LIMIT_S)
+        n_tasks = len(asyncio.all_tasks())
+        await eventually(lambda: len(answers) == 1)
+        assert len(asyncio.all_tasks()) == n_tasks
+        answers[0].set_result(m.Status(data=b"later"))
+        assert await asked == m.Status(data=b"later")
+        await eventually(lambda: not server._serving)
+        assert not server._n_serving
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ExpertsNotHeld("not these"), m.ErrorCode.NOT_FOUND),
+        (LookupError("nothing"), m.ErrorCode.NOT_FOUND),
+        (Overloaded("later"), m.ErrorCode.BUSY),
+        (ValueError("a bug"), m.ErrorCode.INTERNAL),
+    ],
+)
+async def test_a_futures_exception_is_a_refusal_and_the_link_lives(error: Exception, code: m.ErrorCode) -> None:
+    answers: list[asyncio.Future[m.Response]] = []
+    async with linked(answers_later(answers)) as (_, _, connection):
+        asked = connection.start(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: len(answers) == 1)
+        answers[0].set_exception(error)
+        with pytest.raises(RemoteRefused) as caught:
+            await asked
+        assert caught.value.remote_code == code
+        assert connection.is_open
+
+
+async def test_a_futures_protocol_error_closes_the_link() -> None:
+    answers: list[asyncio.Future[m.Response]] = []
+    async with linked(answers_later(answers)) as (_, _, connection):
+        asked = connection.start(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: len(answers) == 1)
+        answers[0].set_exception(RemoteProtocolError("not like this"))
+        with pytest.raises(ConnectionLost):
+            await asked
+
+
+async def test_a_handler_that_raises_at_once_is_a_refusal() -> None:
+    def handler(connection: Connection, request: m.Request) -> asyncio.Future[m.Response]:
+        raise Overloaded("not now")
+
+    async with linked(handler) as (_, _, connection):
+        with pytest.raises(RemoteRefused) as caught:
+            await connection.start(m.GetStatus(), timeout_s=LIMIT_S)
+        assert caught.value.remote_code == m.ErrorCode.BUSY
+
+
+async def test_a_cancelled_future_gives_the_request_up_on_both_sides() -> None:
+    answers: list[asyncio.Future[m.Response]] = []
+    async with linked(answers_later(answers)) as (server, _, connection):
+        asked = [connection.start(m.GetStatus(), timeout_s=LIMIT_S) for _ in range(2)]
+        await eventually(lambda: len(answers) == 2)
+        asked[0].cancel()
+        await eventually(lambda: answers[0].cancelled())
+        answers[1].set_result(m.Status(data=b"the other"))
+        assert await asked[1] == m.Status(data=b"the other")
+        await eventually(lambda: not server._serving)
+        assert not server._n_serving
+        assert not connection._answers
+
+
+async def test_a_future_cancelled_in_the_tick_of_its_start_is_given_up_too() -> None:
+    answers: list[asyncio.Future[m.Response]] = []
+    async with linked(answers_later(answers)) as (_, _, connection):
+        connection.start(m.GetStatus(), timeout_s=LIMIT_S).cancel()
+        asked = connection.start(m.GetStatus(), timeout_s=LIMIT_S)
+        await eventually(lambda: any(not each.done() for each in answers))
+        answers[-1].set_result(m.Status(data=b"whole"))
+        assert await asked == m.Status(data=b"whole")
+        assert not connection._answers
+
+
+async def test_who_starts_on_a_dead_connection_is_told_at_once() -> None:
+    async with linked() as (_, _, connection):
+        connection.close()
+        with pytest.raises(ConnectionLost):
+            connection.start(m.GetStatus(), timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -595,6 +698,23 @@ async def test_datagrams_that_are_not_ours_do_nothing() -> None:
         assert len(server._by_cid) == n_cids
 
 
+async def test_a_host_keeps_its_share_of_connections_and_gets_a_place_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_PER_HOST", 2)
+    monkeypatch.setattr(
+        admission, "plain_ip", lambda host: ipaddress.IPv4Address("192.0.2.1")
+    )  # this machine is not bounded
+    async with linked() as (server, client, first):
+        second = await dial(client, server)
+        assert await second.request(block(9), timeout_s=LIMIT_S) == m.BlockBytes(data=content(9))
+        with pytest.raises(DeadlineExceeded):
+            await client.dial(("127.0.0.1", server.port), expected=SERVER.node_id, timeout_s=0.3)
+        assert server.n_refused >= 1
+        first.close()
+        await eventually(lambda: len(server._connections) == 1)
+        third = await dial(client, server)
+        assert await third.request(block(9), timeout_s=LIMIT_S) == m.BlockBytes(data=content(9))
+
+
 async def test_damaged_first_packets_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of half-open connections is bounded, and each ends at its own deadline."""
     monkeypatch.setattr(s, "GREETING_DEADLINE_S", 0.2)
@@ -705,18 +825,32 @@ async def test_a_port_in_use_is_the_users_mistake() -> None:
 
 async def test_a_full_socket_drops_and_quic_sends_again() -> None:
     async with linked() as (server, _, connection):
-        sendto, n_blocked = server._send, 0
+        send, n_sent = server._send, 0
 
-        def sometimes_full(data: bytes, address: object) -> None:
-            nonlocal n_blocked
-            n_blocked += 1
-            if n_blocked % 7 != 0:
-                sendto(data, address)
+        def sometimes_full(flight: Sequence[Datagram]) -> None:
+            nonlocal n_sent
+            for datagram in flight:
+                n_sent += 1
+                if n_sent % 7 != 0:
+                    send([datagram])
 
         server_side(server)._send = sometimes_full
         got = await connection.request(block(200_000), timeout_s=LIMIT_S)
         assert got == m.BlockBytes(data=content(200_000))
-        assert n_blocked > 100
+        assert n_sent > 100
+
+
+@pytest.mark.parametrize("is_cutting", [True, False])
+async def test_flights_arrive_whole_in_one_call_or_many(is_cutting: bool) -> None:
+    async with linked() as (server, client, connection):
+        for endpoint in (server, client):
+            assert endpoint._flights is not None
+            endpoint._flights.is_cutting &= is_cutting
+        got = await connection.request(block(1_000_000), timeout_s=LIMIT_S)
+        assert got == m.BlockBytes(data=content(1_000_000))
+        assert server.bytes_sent > 1_000_000
+        assert client.bytes_received == server.bytes_sent + server.repair_bytes
+        assert server.n_send_drops == client.n_send_drops == 0
 
 
 async def test_a_request_that_cannot_be_written_is_our_own_mistake_and_waits_for_nothing() -> None:

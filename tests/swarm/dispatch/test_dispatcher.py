@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import cast
 
@@ -14,9 +14,10 @@ import numpy.typing as npt
 import pytest
 
 from swarm.dispatch.chunks import CHUNK_BYTES
-from swarm.dispatch.dispatcher import BATCH_TIMEOUT_S, Dispatcher, LayerSpan
-from swarm.dispatch.holders import Holders
+from swarm.dispatch.dispatcher import Dispatcher, DispatchStats, LayerSpan
+from swarm.dispatch.holders import Holders, OwnExperts
 from swarm.dispatch.placement import Placement
+from swarm.dispatch.service_time import BATCH_TIMEOUT_S
 from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
@@ -133,17 +134,18 @@ class Star:
         answer_of: replaces a peer's answer.
     """
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Wire, slices: Mapping[NodeId, Sequence[int]], own: OwnExperts | None) -> None:
+        self.slices = slices
         self.network = FakeNetwork()
         self.seen: list[tuple[NodeId, m.Dispatch]] = []
         self.answer_of: dict[NodeId, Callable[[m.Dispatch], m.Response | None]] = {}
-        self.peers = {node: FakeNode(node_id=node, answer=self._answerer(node)) for node in SLICES}
+        self.peers = {node: FakeNode(node_id=node, answer=self._answerer(node)) for node in slices}
         for node, peer in self.peers.items():
             self.network.nodes[f"10.0.0.{node.raw[0]}", 1] = peer
         self.pool = Pool(cast(Endpoint, FakeEndpoint(self.network, US)))
         self.placement = Placement(MODEL, LAYERS, E, require_exact=wire is EXACT)
-        self.holders = Holders(AnnouncedRegistry(self._announced()), self.pool, self.placement, MODEL, now=now)
-        self.dispatcher = Dispatcher(MODEL, cast(ModelSpec, FakeSpec()), self.holders, wire)
+        self.holders = Holders(AnnouncedRegistry(self._announced()), self.pool, self.placement, MODEL, own=own, now=now)
+        self.dispatcher = Dispatcher(MODEL, cast(ModelSpec, FakeSpec()), self.holders, wire, now=now)
 
     def _announced(self) -> list[ExpertAnnouncement]:
         return [
@@ -158,7 +160,7 @@ class Star:
                 exact_kernels=True,
                 wire_versions=(1,),
             )
-            for node, experts in SLICES.items()
+            for node, experts in self.slices.items()
         ]
 
     def _answerer(self, node: NodeId) -> Callable[[NodeId, m.Request], m.Response | None]:
@@ -179,9 +181,11 @@ class Star:
 
 
 @contextlib.asynccontextmanager
-async def star(wire: Wire = EXACT) -> AsyncIterator[Star]:
+async def star(
+    wire: Wire = EXACT, slices: Mapping[NodeId, Sequence[int]] = SLICES, own: OwnExperts | None = None
+) -> AsyncIterator[Star]:
     """Yield a star whose peers are all in use; the log holds only what comes after."""
-    it = Star(wire)
+    it = Star(wire, slices, own)
     watching = asyncio.create_task(it.holders.run())
     try:
         await it.holders.wait_complete(10)
@@ -192,6 +196,7 @@ async def star(wire: Wire = EXACT) -> AsyncIterator[Star]:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching
+        await it.dispatcher.close()
         await it.pool.close()
 
 
@@ -627,6 +632,316 @@ def test_cancelling_a_dispatch_cancels_every_request_and_puts_nobody_down() -> N
             assert len(asyncio.all_tasks()) == n_tasks, "no task is left"
             assert it.placement.destinations == (A, B, C)
             assert it.dispatcher.stats.n_round_trips == 0
+
+    virtual_time.run(main())
+
+
+# Replicas: each expert on two of three peers
+
+
+@contextlib.asynccontextmanager
+async def twice(wire: Wire = EXACT) -> AsyncIterator[Star]:
+    """Yield a star in which every expert has two holders, measured so often that hedges are prompt."""
+    async with star(wire, {A: range(8), B: range(4, 12), C: [8, 9, 10, 11, 0, 1, 2, 3]}) as it:
+        for seed in range(40):
+            await it.dispatcher.dispatch(1, *choice(1, seed))
+            await it.dispatcher.dispatch(1, *choice(20, seed))
+        it.network.log.clear()
+        it.seen.clear()
+        it.dispatcher.stats = DispatchStats()
+        yield it
+
+
+class Ours:
+    """Experts that this process computes itself."""
+
+    def __init__(self, experts: range = range(E)) -> None:
+        self.experts = experts
+        self.n_runs = 0
+
+    def holds(self, layer: int, experts: Collection[int]) -> bool:
+        return all(expert in self.experts for expert in experts)
+
+    async def compute(
+        self,
+        layer: int,
+        x: Array,
+        row_counts: npt.NDArray[np.uint8],
+        expert_ids: npt.NDArray[np.integer],
+        weights: Array | None,
+    ) -> Array:
+        self.n_runs += 1
+        request = SimpleNamespace(
+            layer=layer,
+            rows=x,
+            row_counts=row_counts,
+            expert_ids=expert_ids,
+            weights=weights,
+            result_codec=RowCodec.EXACT if weights is None else RowCodec.F32,
+        )
+        return compute(cast(m.Dispatch, request)).rows
+
+
+@pytest.mark.parametrize("n_tokens", [1, 20])
+@pytest.mark.parametrize("victim", [A, B, C], ids=["A", "B", "C"])
+@pytest.mark.parametrize("kind", ["hang", "lost", "broken", "wrong", "busy"])
+def test_whatever_happens_to_a_peer_a_replica_answers_with_the_same_bits(
+    kind: str, victim: NodeId, n_tokens: int
+) -> None:
+    async def main() -> None:
+        async with twice() as it:
+            began = now()
+            strike(it, victim, kind)
+            for seed in range(10):
+                for layer in LAYERS:
+                    x, ids, weights = choice(n_tokens, seed)
+                    out = await it.dispatcher.dispatch(layer, x, ids, weights)
+                    assert out.tobytes() == in_llama_order(layer, x, ids, weights).tobytes()
+            assert now() - began < 20 * 0.02 + 1.0, "one stall, not one for each layer"
+
+    virtual_time.run(main())
+
+
+def strike(it: Star, victim: NodeId, kind: str) -> None:
+    """Let something happen to a peer, now and for good."""
+
+    def broken(request: m.Dispatch) -> m.Response:
+        raise EngineError("ggml failed")
+
+    def busy(request: m.Dispatch) -> m.Response:
+        raise Overloaded("full")
+
+    if kind == "hang":
+        it.answer_of[victim] = lambda request: None
+    elif kind == "lost":
+        it.peers[victim].is_up = False
+        asyncio.get_running_loop().call_later(3.0, it.peers[victim].lose_connections)
+    elif kind == "broken":
+        it.answer_of[victim] = broken
+    elif kind == "busy":
+        it.answer_of[victim] = busy
+    else:
+        it.answer_of[victim] = lambda request: result(np.zeros((1, 1), np.float32), request.result_codec)
+
+
+def test_partial_sums_keep_the_plans_groups_when_a_replica_answers() -> None:
+    async def main() -> None:
+        async with twice(F32) as it:
+            x, _, weights = choice(1)
+            ids = np.array([[4, 5, 9, 10]], np.int32)  # B holds them all; A and C hold two each
+            it.dispatcher.replicas.owners(2, ids, now())
+            whole = await it.dispatcher.dispatch(2, x, ids, weights)
+            [(first, _)] = it.seen
+            assert first == B
+            strike(it, B, "broken")
+            cut = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert {node for node, _ in it.seen[2:]} == {A, C}
+            np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-5)
+            again = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert again.tobytes() == cut.tobytes(), "cut in the same way: the same groups"
+
+    virtual_time.run(main())
+
+
+def test_a_hang_costs_one_stall_and_the_late_answer_is_measured() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            it.peers[B].latency_s = 0.5
+            began = now()
+            await it.dispatcher.dispatch(1, *choice(1, 3))
+            await it.dispatcher.dispatch(
+                1, np.ones((1, D), np.float32), np.array([[4, 5, 9, 10]], np.int32), np.ones((1, K), np.float32)
+            )
+            assert now() - began < 0.3
+            assert it.dispatcher.stats.attempts.n_hedged >= 1
+            assert it.n_outstanding >= 1, "the late one is still awaited"
+            await asyncio.sleep(0.6)
+            assert it.n_outstanding == 0
+            assert it.dispatcher.times.of(B).estimate_s(4, now()) > 0.05
+            assert it.placement.destinations == (A, B, C), "slow is not down"
+
+    virtual_time.run(main())
+
+
+ALL_OF_B = np.array([[4, 5, 9, 10]], np.int32)  # B holds them all, A and C two each
+
+
+async def ask_b(it: Star) -> float:
+    """Dispatch what B alone computes when it can; return how long it took."""
+    began = now()
+    await it.dispatcher.dispatch(1, np.ones((1, D), np.float32), ALL_OF_B, np.ones((1, K), np.float32))
+    return now() - began
+
+
+def test_after_a_hang_the_very_next_layer_does_not_wait() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            strike(it, B, "hang")
+            assert await ask_b(it) > 0.02
+            assert await ask_b(it) == pytest.approx(0.01)
+
+    virtual_time.run(main())
+
+
+def test_who_comes_back_is_measured_anew() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            strike(it, B, "hang")
+            await ask_b(it)
+            it.peers[B].lose_connections()
+            await it.holders.wait_complete(5)
+            await asyncio.sleep(1)
+            assert it.placement.destinations == (A, B, C)
+            assert not it.dispatcher.times.of(B).is_seen
+
+    virtual_time.run(main())
+
+
+def test_a_peer_that_has_answered_well_again_is_trusted_again() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            for _ in range(3):
+                strike(it, B, "broken")
+                await ask_b(it)
+                assert it.placement.destinations == (A, C)
+                del it.answer_of[B]
+                await asyncio.sleep(1.2)
+                assert it.placement.destinations == (A, B, C), "after the shortest time, each time"
+                await ask_b(it)
+                await asyncio.sleep(100)
+
+    virtual_time.run(main())
+
+
+def test_a_busy_peer_is_left_alone_for_as_long_as_it_said() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            strike(it, B, "busy")  # for a second
+            for _ in range(20):
+                await ask_b(it)
+            assert it.network.count("request", B) == 1
+            del it.answer_of[B]
+            await asyncio.sleep(1.0)
+            await ask_b(it)
+            assert it.network.count("request", B) == 2
+
+    virtual_time.run(main())
+
+
+def test_a_leaving_peer_is_used_no_more_and_nobody_notices() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            it.peers[B].refusal = m.ErrorCode.SHUTTING_DOWN
+            for seed in range(5):
+                x, ids, weights = choice(20, seed)
+                out = await it.dispatcher.dispatch(1, x, ids, weights)
+                assert out.tobytes() == in_llama_order(1, x, ids, weights).tobytes()
+            assert it.placement.destinations == (A, C)
+            assert it.dispatcher.stats.attempts.n_resent >= 1
+
+    virtual_time.run(main())
+
+
+def test_a_stream_reset_within_a_layer_goes_to_a_replica_and_ends_nothing_else() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            other = asyncio.create_task(it.dispatcher.dispatch(2, *choice(20, 7)))
+            asked = asyncio.create_task(it.dispatcher.dispatch(1, *choice(20)))
+            await asyncio.sleep(0.005)
+            connection = it.connection(B)
+            reset = connection.outstanding[-1]
+            reset.set_exception(ConnectionLost("the other side reset exchange 8"))
+            assert (await asked).tobytes() == in_llama_order(1, *choice(20)).tobytes()
+            assert (await other).tobytes() == in_llama_order(2, *choice(20, 7)).tobytes()
+            assert connection.is_open
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("kind", ["hang", "lost", "broken", "wrong", "leaving"])
+def test_of_two_holders_the_last_takes_over(kind: str) -> None:
+    async def main() -> None:
+        async with star(slices={A: range(E), B: range(E), C: [0]}) as it:
+            [victim] = {batch.destination for batch in it.dispatcher._plan(1, *choice(1)[1:])} - {C}
+            if kind == "leaving":
+                it.peers[victim].refusal = m.ErrorCode.SHUTTING_DOWN
+            else:
+                strike(it, victim, kind)
+            for seed in range(5):
+                x, ids, weights = choice(20, seed)
+                ids[ids == 0] = 1
+                out = await it.dispatcher.dispatch(1, x, ids, weights)
+                assert out.tobytes() == in_llama_order(1, x, ids, weights).tobytes()
+
+    virtual_time.run(main())
+
+
+def test_a_busy_peer_without_a_replica_is_asked_again() -> None:
+    async def main() -> None:
+        async with star() as it:
+            n_asked = 0
+
+            def busy_twice(request: m.Dispatch) -> m.Response:
+                nonlocal n_asked
+                n_asked += 1
+                if n_asked <= 2:
+                    raise Overloaded("full")
+                return compute(request)
+
+            it.answer_of[B] = busy_twice
+            x, ids, weights = choice(20)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert out.tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+            assert it.dispatcher.stats.attempts.n_busy == 2
+
+    virtual_time.run(main())
+
+
+def test_cancelling_a_dispatch_with_hedges_leaves_nothing_behind() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            for peer in it.peers.values():
+                peer.latency_s = 5.0
+            task = asyncio.create_task(it.dispatcher.dispatch(1, *choice(20)))
+            await asyncio.sleep(1.0)
+            assert it.n_outstanding > 3, "all are overdue, and hedged"
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert it.n_outstanding == 0
+
+    virtual_time.run(main())
+
+
+# The last resort
+
+
+def test_experts_that_nobody_holds_are_computed_here_if_they_can_be() -> None:
+    async def main() -> None:
+        ours = Ours(range(5, 8))
+        async with star(own=ours) as it:
+            it.placement.mark_down(B)
+            assert it.holders.missing() == {}
+            it.holders.require_all()
+            x, ids, weights = choice(20)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert out.tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+            assert ours.n_runs == 1
+            it.placement.mark_down(A)
+            assert it.holders.missing() == dict.fromkeys(LAYERS, tuple(range(5)))
+            assert (await fails(it)).experts == tuple(range(5))
+
+    virtual_time.run(main())
+
+
+def test_counters_of_a_rescued_layer_name_who_answered() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            strike(it, A, "broken")
+            await it.dispatcher.dispatch(2, *choice(20))
+            stats = it.dispatcher.stats
+            assert A not in stats.assignments
+            assert sum(stats.assignments.values()) == stats.n_assignments == 20 * K
 
     virtual_time.run(main())
 

@@ -435,12 +435,41 @@ def test_greetings_are_bounded_and_end_with_the_watching(monkeypatch: pytest.Mon
     "error",
     [
         DeadlineExceeded("no answer within the deadline"),
-        RemoteProtocolError("wrong answer"),
         RemoteRefused("refused: internal error", remote_code=m.ErrorCode.INTERNAL),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_peer_that_failed_is_down_until_it_announces_a_higher_seq(error: SwarmError) -> None:
+def test_a_peer_that_failed_is_tried_again_after_a_while_that_doubles(error: SwarmError) -> None:
+    async def main() -> None:
+        world = World()
+        world.start(A)
+        async with world.watching():
+            await asyncio.sleep(1)
+            for shut_s in (1.0, 2.0, 4.0):
+                world.holders.mark_down(A, error)
+                assert world.in_use == []
+                await asyncio.sleep(shut_s - 0.01)
+                assert world.in_use == []
+                await asyncio.sleep(2 * MIN_REFRESH_S)
+                assert world.in_use == [A], "it gets another chance, without a new announcement"
+            world.holders.succeeded(A)
+            await asyncio.sleep(100)
+            world.holders.mark_down(A, error)
+            await asyncio.sleep(1 + 2 * MIN_REFRESH_S)
+            assert world.in_use == [A], "after a good while, a failure is the first again"
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RemoteProtocolError("wrong answer"),
+        RemoteRefused("refused: leaving", remote_code=m.ErrorCode.SHUTTING_DOWN),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_peer_that_broke_the_protocol_or_leaves_is_down_until_it_announces_a_higher_seq(error: SwarmError) -> None:
     async def main() -> None:
         world = World()
         server = world.start(A, seq=7)
@@ -455,6 +484,24 @@ def test_a_peer_that_failed_is_down_until_it_announces_a_higher_seq(error: Swarm
             world.announce(A, seq=8)
             await asyncio.sleep(SOON_S)
             assert world.in_use == [A]
+
+    virtual_time.run(main())
+
+
+def test_a_connection_that_is_lost_again_and_again_costs_time() -> None:
+    async def main() -> None:
+        world = World()
+        server = world.start(A)
+        async with world.watching():
+            await asyncio.sleep(1)
+            for shut_s in (0.0, 1.0, 2.0):
+                server.lose_connections()
+                world.holders.mark_down(A, ConnectionLost("silent for 3.0 s"))
+                assert world.in_use == []
+                await asyncio.sleep(max(0.0, shut_s - 0.01))
+                assert world.in_use == []
+                await asyncio.sleep(3 * MIN_REFRESH_S)
+                assert world.in_use == [A]
 
     virtual_time.run(main())
 

@@ -233,3 +233,21 @@ def test_under_random_change_every_held_expert_has_a_live_holder_and_nothing_mov
                 assert (owner is None) if not holders else (owner in holders)
                 if before[layer][expert] in holders:
                     assert owner == before[layer][expert]
+
+
+def test_all_holders_of_each_expert_are_known_and_the_version_tells_of_changes() -> None:
+    sets = ExpertSet({2: frozenset({0, 1}), 7: frozenset({5, E})})
+    found = placement(announce(A, sets), announce(B, [1]))
+    before = found.version
+    assert found.layers == LAYERS
+    held = found.holders
+    assert held.shape == (2, len(LAYERS), E)
+    assert {tuple(each) for each in np.argwhere(held).tolist()} == {
+        (0, 0, 0), (0, 0, 1), (0, 2, 5), (1, 0, 1), (1, 1, 1), (1, 2, 1)
+    }  # fmt: skip
+    found.update([announce(A, sets, seq=2), announce(B, [1])])
+    assert found.version == before
+    found.mark_down(A)
+    assert found.version > before
+    assert found.holders.shape == (1, len(LAYERS), E)
+    assert held.shape == (2, len(LAYERS), E), "who looks at the former may go on"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.dispatch.plan import Batch, MissingExperts, plan_dispatch
+from swarm.dispatch.plan import Batch, MissingExperts, part_of, plan_dispatch
 from swarm.errors import LocalProtocolError
 from swarm.ids import NodeId
 
@@ -160,3 +160,43 @@ def test_a_batch_must_agree_with_itself(change: dict[str, list[float]]) -> None:
     (name, values) = next(iter(change.items()))
     with pytest.raises(LocalProtocolError):
         Batch(destination=NODES[0], **(fields | {name: np.array(values, fields[name].dtype)}))
+
+
+def test_pairs_may_have_owners_of_their_own() -> None:
+    """Rows of one expert at several replicas: as if each row had been planned with its own owners."""
+    rng = np.random.default_rng(6)
+    topk_ids = np.stack([rng.permutation(9)[:3] for _ in range(20)]).astype(np.int32)
+    weights = rng.random((20, 3)).astype(np.float32)
+    owners = rng.integers(0, 4, (20, 3)).astype(np.int32)
+    plan = plan_dispatch(topk_ids, weights, owners, NODES[:4])
+    assert isinstance(plan, list)
+    found = {
+        (row, slot): (destination, expert, weight)
+        for batch in plan
+        for destination, rows in [unpack(batch)]
+        for row, pairs in rows
+        for slot, expert, weight in pairs
+    }
+    assert found == {
+        (t, k): (NODES[owners[t, k]], int(topk_ids[t, k]), float(weights[t, k])) for t in range(20) for k in range(3)
+    }
+
+
+def test_a_pair_without_an_owner_names_its_expert() -> None:
+    owners = np.array([[0, -1], [0, 0]], np.int32)
+    plan = plan_dispatch(np.array([[4, 7], [7, 2]], np.int32), np.ones((2, 2), np.float32), owners, NODES)
+    assert plan == MissingExperts((7,))
+
+
+def test_owners_of_pairs_have_the_choices_shape() -> None:
+    with pytest.raises(LocalProtocolError, match="owners of pairs"):
+        plan_dispatch(np.zeros((2, 2), np.int32), np.ones((2, 2), np.float32), np.zeros((1, 2), np.int32), NODES)
+
+
+def test_a_part_of_a_batch_keeps_order_rows_and_destination() -> None:
+    topk_ids = np.array([[0, 1, 2], [3, 4, 5], [0, 4, 1]], np.int32)
+    weights = np.arange(9, dtype=np.float32).reshape(3, 3)
+    plan = plan_dispatch(topk_ids, weights, np.zeros(6, int), NODES)
+    assert isinstance(plan, list)
+    part = part_of(plan[0], np.isin(plan[0].expert_ids, [4, 1]))
+    assert unpack(part) == (NODES[0], [(0, [(1, 1, 1.0)]), (1, [(1, 4, 4.0)]), (2, [(1, 4, 7.0), (2, 1, 8.0)])])

@@ -35,6 +35,15 @@ def test_rounding_does_not_add_up() -> None:
     assert abs(last - (START + 24_000)) <= 1
 
 
+def test_another_rate_counts_for_what_comes_from_then_on() -> None:
+    link = Link(LinkSpec(rate_bit_s=10_000_000))
+    assert link.carry(1250, START) == START + MS
+    link.spec = LinkSpec(rate_bit_s=1_000_000, queue_s=0.002)
+    assert link.carry(1250, START) == START + 11 * MS, "it waits for the packet before, at the old rate"
+    assert link.carry(1250, START) is None, "the new queue's bound"
+    assert link.carry(1250, START + 20 * MS) == START + 30 * MS
+
+
 def test_a_full_queue_drops_the_newcomer_and_keeps_the_rest() -> None:
     link = Link(LinkSpec(rate_bit_s=10_000_000, queue_s=0.003))
     left = [link.carry(1250, START) for _ in range(6)]

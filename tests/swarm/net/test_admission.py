@@ -18,6 +18,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "RETRY_FROM", 4)
     monkeypatch.setattr(admission, "MAX_HALF_OPEN", 10)
     monkeypatch.setattr(admission, "MAX_HALF_OPEN_PER_HOST", 3)
+    monkeypatch.setattr(admission, "MAX_PER_HOST", 8)
 
 
 def fill(doors: Admission, host: str, *, is_proved: bool, key: str = "") -> int:
@@ -51,6 +52,45 @@ def test_a_host_has_its_share_and_a_forged_source_takes_nothing_of_it() -> None:
     assert doors.judge(OTHER, is_proved=True) is Verdict.ADMIT
 
 
+def open_all(doors: Admission, host: str, *, is_proved: bool) -> int:
+    """Return how many connections of a host get open, one after the other, until none is admitted."""
+    for n in itertools.count():
+        if doors.judge(host, is_proved=is_proved) is not Verdict.ADMIT or n > 50:
+            return n
+        doors.begin((host, n), host, is_proved=is_proved)
+        doors.open((host, n))
+    raise AssertionError("unreachable")
+
+
+@pytest.mark.parametrize("is_proved", [True, False])
+def test_a_host_keeps_a_bounded_number_open_and_gets_a_place_back_for_each_that_ends(is_proved: bool) -> None:
+    doors = Admission()
+    assert open_all(doors, HOST, is_proved=is_proved) == 8
+    assert [doors.judge(HOST, is_proved=proved) for proved in (True, False)] == [Verdict.REFUSE] * 2
+    assert doors.judge(OTHER, is_proved=is_proved) is Verdict.ADMIT
+    assert len(doors) == 0
+    doors.end((HOST, 3))
+    doors.end((HOST, 3))
+    assert doors.judge(HOST, is_proved=is_proved) is Verdict.ADMIT
+    doors.begin("another", HOST, is_proved=True)
+    assert doors.judge(HOST, is_proved=is_proved) is Verdict.REFUSE  # half-open ones count as soon as they are proved
+
+
+def test_a_line_of_ipv6_keeps_a_bounded_number_open_and_this_machine_any() -> None:
+    doors = Admission()
+    for n in range(8):
+        doors.begin(n, f"2001:db8::{n}", is_proved=True)
+        doors.open(n)
+    assert doors.judge("2001:db8::ffff", is_proved=True) is Verdict.REFUSE
+    assert open_all(doors, "127.0.0.1", is_proved=True) > 50
+
+
+def test_forged_sources_take_nothing_of_what_a_host_may_keep_open() -> None:
+    doors = Admission()
+    fill(doors, HOST, is_proved=False)
+    assert open_all(doors, HOST, is_proved=True) == 8
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
 def test_this_machine_is_bounded_as_a_whole_only(host: str) -> None:
     assert fill(Admission(), host, is_proved=True) == 10
@@ -75,11 +115,14 @@ def test_every_place_is_given_back_once() -> None:
             inside.append(key)
         if inside and rng.random() < 0.4:
             gone = inside.pop(rng.randrange(len(inside)))
+            if rng.random() < 0.5:
+                doors.open(gone)
             doors.end(gone)
-            doors.end(gone)  # open first, and gone later
+            doors.end(gone)
+            doors.open(gone)  # too late
         assert len(doors) == len(inside)
     for key in inside:
         doors.end(key)
     assert len(doors) == 0
     assert fill(doors, HOST, is_proved=True) == 3
-    assert not Admission()._proved
+    assert open_all(doors, OTHER, is_proved=True) == 8

@@ -55,8 +55,18 @@ def test_of_a_long_flight_the_last_packet_is_sent_again(n: int, is_protected: bo
 
 def test_bare_acknowledgements_are_not_repaired() -> None:
     repair = Repair()
-    repair.sent(flight(3, size=40), 1.0, rtt_s=0.08, is_protected=True)
+    repair.sent(flight(1, size=40), 1.0, rtt_s=0.08, is_protected=True)
     assert repair.next_deadline() is None
+
+
+def test_a_messages_last_few_bytes_are_repaired_like_the_rest() -> None:
+    repair = Repair()
+    sent = [*flight(10), *flight(1, size=55)]
+    repair.sent(sent, 1.0, rtt_s=0.08, is_protected=True)
+    assert repair.due(2.0) == sent
+    long = [*flight(LONG_FLIGHT_PACKETS), *flight(1, size=55)]
+    repair.sent(long, 1.0, rtt_s=0.08, is_protected=False)
+    assert repair.due(2.0) == long[-1:]
 
 
 def test_what_waits_is_bounded() -> None:

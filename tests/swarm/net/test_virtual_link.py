@@ -43,7 +43,7 @@ def test_aioquics_own_controllers_do_not_pass_the_test_above(algorithm: str) -> 
     assert link.dispatch(100_000, 100_000) > 5 * RTT
 
 
-@pytest.mark.parametrize(("size", "n"), [(3_300, 1000), (12_288, 1000), (49_152, 300)])
+@pytest.mark.parametrize(("size", "n"), [(3_300, 1000), (12_000, 500), (12_288, 1000), (49_152, 300)])
 def test_at_1_percent_loss_the_99th_percentile_stays_near_one_round_trip(size: int, n: int) -> None:
     link = opened(PathSpec(delay_s=RTT / 2, loss=0.01))
     for _ in range(10):
@@ -277,6 +277,24 @@ def test_long_streams_arrive_one_after_the_other() -> None:
     ]
     assert begins[1] >= ends[0] - 14  # the last 16 KB of a stream count as a short one, as do those of the next
     assert begins[2] >= ends[1] - 14
+
+
+def test_a_short_stream_goes_before_the_long_one_under_way() -> None:
+    link = opened()
+    arrived = sent_in_order(link)
+    assert link.client.driver is not None
+    for stream, size in ((0, 60_000), (4, 60_000), (8, 10_000)):
+        link.client.driver.quic.send_stream_data(stream, bytes(size), True)
+    link.client.pump(has_data=True)
+    link.world.run_for(1.0)
+    assert [stream for stream, _, is_end in arrived if is_end] == [8, 0, 4]
+    assert {stream for stream, _, _ in arrived[:9]} == {8}
+    arrived.clear()
+    link.client.driver.quic.send_stream_data(12, bytes(60_000), True)  # those before it have nothing left
+    link.client.driver.quic.send_stream_data(16, bytes(60_000), True)
+    link.client.pump(has_data=True)
+    link.world.run_for(1.0)
+    assert {stream for stream, _, _ in arrived[:30]} == {12}
 
 
 def test_a_small_request_overtakes_a_long_one() -> None:

@@ -1,0 +1,323 @@
+"""One layer's batches until each has an answer: who was asked for what, who is asked next, whose answer counts.
+
+Pure: whoever drives it sends the orders it returns, tells it what became of them, and when. Knows nothing of connections.
+
+    begin -> orders to send
+      answered(order)        the batch is done, or its other parts are still awaited; later answers to it are ignored
+      failed(order)          -> the batch asked of replicas, or later of the same peer if it was only busy, or of this
+                             process's own experts, or nothing: then the layer has failed, and `error` says how
+      handle_timeout(now)    -> the slow tail asked of replicas as well: hedged (within a budget), or overdue (always)
+
+A *line* of a batch is one way to get all of it: one order for the whole, or several that split it where no single peer holds
+all of its experts. The first line that is complete wins. However an answer was got, it stands for its planned batch, so the
+order of sums is the plan's. The bits are those of an undisturbed layer, given equal kernels, unless a batch of partial sums was
+split: then some rows' sums are grouped otherwise, (a + b) + (c + d) for ((a + b) + c) + d, and may differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from swarm.dispatch.plan import HERE, Batch
+from swarm.dispatch.service_time import ServiceTimes
+from swarm.errors import DeadlineExceeded, ExpertUnavailable, SwarmError
+from swarm.ids import NodeId
+
+# Hedges are at most this share of all orders, and so many at once: a swarm that is slow as a whole must not get twice the
+# work. What is overdue does not count. Share as in DESIGN (p95), burst guessed.
+HEDGE_SHARE, HEDGE_BURST = 0.05, 8.0
+BUSY_PATIENCE_S = 10.0  # how long a layer goes on asking peers that are only busy; guessed
+
+FindOthers = Callable[[Batch, set[NodeId], float], list[tuple[NodeId, Batch]] | None]
+"""(batch, who was asked, now) -> who else can compute it, in one or more parts; None: nobody."""
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A batch, or a part of one, asked of a peer, or, with `node` HERE, of this process's own experts.
+
+    Attributes:
+        n_ahead: pairs of this layer sent to this peer up to and with this order: what its answer waits for.
+        is_resend: whether it is not the first for its batch.
+        hedge_at, overdue_at, deadline: see `service_time`.
+    """
+
+    node: NodeId
+    batch: Batch
+    unit: _Unit
+    n_ahead: int
+    sent_at: float
+    is_resend: bool = False
+    hedge_at: float = math.inf
+    overdue_at: float = math.inf
+    deadline: float = math.inf
+    resume_at: float = math.inf  # when to ask a peer again that was busy; not under way until then
+    is_answered: bool = False
+    is_over: bool = False  # answered, failed, or no longer of use
+
+
+Line = list[Order]
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """A planned batch."""
+
+    batch: Batch
+    lines: list[Line] = field(default_factory=list)
+    tried: set[NodeId] = field(default_factory=set)
+    won: Line | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process's own experts were asked."""
+        return HERE in self.tried
+
+
+class HedgeBudget:
+    """A share of all orders, saved up to a burst."""
+
+    def __init__(self) -> None:
+        self._saved = HEDGE_BURST
+
+    def earn(self, n_orders: int) -> None:
+        """So many orders were sent without hedging."""
+        self._saved = min(HEDGE_BURST, self._saved + HEDGE_SHARE * n_orders)
+
+    def spend(self) -> bool:
+        """Return whether one more hedge is allowed, and take it."""
+        if self._saved < 1.0:
+            return False
+        self._saved -= 1.0
+        return True
+
+
+@dataclass(slots=True)
+class AttemptStats:
+    """What failover did; counts of orders.
+
+    Attributes:
+        n_hedged: second copies for the slow tail; n_overdue: for a peer that seems to hang; n_resent: after a failure;
+            n_busy: asked again later of the same peer; n_local: computed here as the last resort.
+        n_rescued: batches whose answer came from another than the planned peer.
+    """
+
+    n_hedged: int = 0
+    n_overdue: int = 0
+    n_resent: int = 0
+    n_busy: int = 0
+    n_local: int = 0
+    n_rescued: int = 0
+
+
+class LayerAttempts:
+    """The state of one layer's dispatch.
+
+    Attributes:
+        error: why the layer has failed; None while it has not.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        batches: Sequence[Batch],
+        *,
+        times: ServiceTimes,
+        find_others: FindOthers,
+        is_timed: bool,
+        has_local: Callable[[Batch], bool] | None = None,
+        budget: HedgeBudget,
+        stats: AttemptStats,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            is_timed: whether to look for the slow tail; in vain where nothing has a replica.
+            has_local: whether this process can compute a batch itself, as the last resort; None: it never can.
+        """
+        self.error: ExpertUnavailable | None = None
+        self._layer = layer
+        self._units = [_Unit(batch) for batch in batches]
+        self._n_open = len(batches)
+        self._times = times
+        self._find_others = find_others
+        self._is_timed = is_timed or has_local is not None
+        self._has_local = has_local
+        self._budget = budget
+        self._stats = stats
+        self._began_at = 0.0
+        self._next_at = math.inf  # not later than the next thing to do
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every batch has its answer."""
+        return self._n_open == 0
+
+    def answers(self) -> Iterator[Order]:
+        """Yield the orders whose answers make up the layer, in the plan's order; only when `is_done`."""
+        for unit in self._units:
+            assert unit.won is not None
+            yield from unit.won
+
+    def begin(self, now: float) -> list[Order]:
+        """Return an order for each batch."""
+        self._began_at = now
+        n_ahead: dict[NodeId, int] = {}
+        orders: list[Order] = []
+        for unit in self._units:
+            node = unit.batch.destination
+            n_ahead[node] = n_ahead.get(node, 0) + unit.batch.n_pairs
+            order = self._order(unit, node, unit.batch, now, n_ahead[node])
+            unit.lines.append([order])
+            orders.append(order)
+        self._budget.earn(len(orders))
+        return orders
+
+    def answered(self, order: Order) -> None:
+        """An order has its answer; does nothing if its batch had one before."""
+        order.is_answered = order.is_over = True
+        unit = order.unit
+        if unit.won is not None:
+            return
+        for line in unit.lines:
+            if all(each.is_answered for each in line):
+                unit.won = line
+                self._n_open -= 1
+                if line[0].is_resend:
+                    self._stats.n_rescued += 1
+                return
+
+    def failed(self, order: Order, error: SwarmError, now: float, *, retry_after_s: float | None = None) -> list[Order]:
+        """Return whom to ask instead, after an order has failed with `error`.
+
+        Args:
+            retry_after_s: the peer is only busy, and may be asked again then.
+        """
+        order.is_over = True
+        unit = order.unit
+        if unit.won is not None or self.error is not None:
+            return []
+        line = next((line for line in unit.lines if order in line), None)
+        if line is None:
+            return []  # of a line that had failed before
+        if len(unit.lines) > 1:
+            unit.lines.remove(line)
+            return []  # another is on its way
+        if (instead := self._instead(order, now)) is not None:
+            line.remove(order)
+            line += instead
+            self._stats.n_resent += len(instead)
+            return instead
+        if (local := self._local(unit, now)) is not None:
+            unit.lines.remove(line)
+            return [local]
+        if retry_after_s is not None and now - self._began_at < BUSY_PATIENCE_S:
+            order.is_over = False
+            order.hedge_at = order.overdue_at = math.inf
+            order.resume_at = now + retry_after_s
+            self._next_at = min(self._next_at, order.resume_at)
+            return []
+        self.error = self._unavailable(order, error)
+        return []
+
+    def next_deadline(self) -> float | None:
+        """Return when `handle_timeout` must be called next, at the latest."""
+        return None if math.isinf(self._next_at) else self._next_at
+
+    def handle_timeout(self, now: float) -> list[Order]:
+        """Return the orders that are due by `now`."""
+        new: list[Order] = []
+        if now >= self._next_at:
+            for unit in self._units:
+                if unit.won is None:
+                    for order in [each for line in unit.lines for each in line if not each.is_over]:
+                        new += self._due(unit, order, now)
+            self._next_at = min(
+                (
+                    min(order.hedge_at, order.overdue_at, order.resume_at)
+                    for unit in self._units
+                    if unit.won is None
+                    for line in unit.lines
+                    for order in line
+                    if not order.is_over
+                ),
+                default=math.inf,
+            )
+        return new
+
+    def _due(self, unit: _Unit, order: Order, now: float) -> list[Order]:
+        """Return what an order's times ask for now; each time asks once."""
+        if now >= order.resume_at:
+            order.resume_at = math.inf
+            order.sent_at = now
+            self._time(order)
+            self._stats.n_busy += 1
+            return [order]
+        is_overdue = now >= order.overdue_at
+        if not is_overdue and now < order.hedge_at:
+            return []
+        order.hedge_at = math.inf
+        if is_overdue:
+            order.overdue_at = math.inf
+        if order not in unit.lines[-1]:
+            return []  # a later line is under way already
+        if not is_overdue and not self._budget.spend():
+            return []
+        line = self._instead(order, now, whole=True)
+        if line is None:
+            local = self._local(unit, now) if is_overdue else None
+            return [local] if local is not None else []
+        unit.lines.append(line)
+        if is_overdue:
+            self._stats.n_overdue += len(line)
+        else:
+            self._stats.n_hedged += len(line)
+        return line
+
+    def _instead(self, order: Order, now: float, *, whole: bool = False) -> list[Order] | None:
+        """Return orders for others than those tried; of the `whole` batch, or of what `order` was for."""
+        unit = order.unit
+        batch = unit.batch if whole else order.batch
+        found = self._find_others(batch, unit.tried, now)
+        if found is None:
+            return None
+        return [self._order(unit, node, part, now, part.n_pairs, is_resend=True) for node, part in found]
+
+    def _local(self, unit: _Unit, now: float) -> Order | None:
+        """Return an order for this process's own experts, if they can and were not asked yet."""
+        if unit.is_local or self._has_local is None or not self._has_local(unit.batch):
+            return None
+        unit.tried.add(HERE)
+        self._stats.n_local += 1
+        order = Order(HERE, unit.batch, unit, unit.batch.n_pairs, now, is_resend=True)
+        unit.lines.append([order])
+        return order
+
+    def _order(
+        self, unit: _Unit, node: NodeId, batch: Batch, now: float, n_ahead: int, *, is_resend: bool = False
+    ) -> Order:
+        unit.tried.add(node)
+        order = Order(node, batch, unit, n_ahead, now, is_resend)
+        self._time(order)
+        return order
+
+    def _time(self, order: Order) -> None:
+        if order.node == HERE:
+            return
+        hedge_s, overdue_s, deadline_s = self._times.of(order.node).waits_s(order.n_ahead)
+        order.deadline = order.sent_at + deadline_s
+        if self._is_timed:
+            order.hedge_at, order.overdue_at = order.sent_at + hedge_s, order.sent_at + overdue_s
+            self._next_at = min(self._next_at, order.hedge_at)
+
+    def _unavailable(self, order: Order, error: SwarmError) -> ExpertUnavailable:
+        who = "this process" if order.node == HERE else f"peer {order.node.short}"
+        kind = "late" if isinstance(error, DeadlineExceeded) else "failed"
+        experts = np.unique(order.batch.expert_ids).tolist()
+        unavailable = ExpertUnavailable(self._layer, experts, f"{who} {kind}: {error}")
+        unavailable.__cause__ = error
+        return unavailable

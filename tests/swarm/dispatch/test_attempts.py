@@ -1,0 +1,261 @@
+"""One layer's attempts: who is asked when, whose answer counts, and how a layer fails; in the test's own clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from swarm.dispatch.attempts import BUSY_PATIENCE_S, HEDGE_BURST, AttemptStats, HedgeBudget, LayerAttempts, Order
+from swarm.dispatch.plan import HERE, Batch, part_of, plan_dispatch
+from swarm.dispatch.service_time import ServiceTimes
+from swarm.errors import ConnectionLost, DeadlineExceeded, Overloaded
+from swarm.ids import NodeId
+
+A, B, C = (NodeId(bytes([n]) * 32) for n in (10, 20, 30))
+NODES = (A, B, C)
+NOW = 1000.0
+SERVICE_S = 0.010  # of every peer, so often measured that it is hedged at the floor or little above
+LOST = ConnectionLost("silent for 3.0 s")
+
+
+class Case:
+    """Two batches, for A and for B; C holds all, A and B hold each other's as `others` says."""
+
+    def __init__(
+        self, *, others: dict[NodeId, list[NodeId]] | None, has_local: bool = False, split: bool = False
+    ) -> None:
+        self.times = ServiceTimes()
+        for node in NODES:
+            for key in range(200):
+                self.times.of(node).sent(key, NOW)
+                self.times.of(node).answered(key, 2, NOW + SERVICE_S)
+        ids = np.array([[0, 1, 2, 3]], np.int32)
+        plan = plan_dispatch(ids, np.ones(ids.shape, np.float32), np.array([0, 0, 1, 1]), NODES)
+        assert isinstance(plan, list)
+        self.batches = plan
+        self.others = others
+        self.split = split
+        self.budget = HedgeBudget()
+        self.stats = AttemptStats()
+        self.attempts = LayerAttempts(
+            7,
+            plan,
+            times=self.times,
+            find_others=self._find,
+            is_timed=others is not None,
+            has_local=(lambda batch: True) if has_local else None,
+            budget=self.budget,
+            stats=self.stats,
+        )
+        self.orders = self.attempts.begin(NOW)
+
+    def _find(self, batch: Batch, tried: set[NodeId], now: float) -> list[tuple[NodeId, Batch]] | None:
+        if self.others is None:
+            return None
+        left = [node for node in self.others[batch.destination] if node not in tried]
+        if self.split and len(left) >= 2 and batch.n_pairs == 2:
+            first = np.array([True, False])
+            return [(left[0], part_of(batch, first)), (left[1], part_of(batch, ~first))]
+        return [(left[0], batch)] if left else None
+
+    def wait(self) -> tuple[float, list[Order]]:
+        """Let time pass until something is due; return when, and what."""
+        at = self.attempts.next_deadline()
+        assert at is not None
+        return at, self.attempts.handle_timeout(at)
+
+    @property
+    def winners(self) -> list[NodeId]:
+        return [order.node for order in self.attempts.answers()]
+
+
+def nodes(orders: list[Order]) -> list[NodeId]:
+    return [order.node for order in orders]
+
+
+BOTH = {A: [B, C], B: [A, C]}
+
+
+def test_an_undisturbed_layer_asks_each_destination_once() -> None:
+    case = Case(others=BOTH)
+    assert nodes(case.orders) == [A, B]
+    for order in case.orders:
+        assert not case.attempts.is_done
+        case.attempts.answered(order)
+    assert case.attempts.is_done
+    assert case.winners == [A, B]
+    assert case.stats == AttemptStats()
+
+
+def test_without_replicas_nothing_is_timed() -> None:
+    assert Case(others=None).attempts.next_deadline() is None
+
+
+def test_the_slow_tail_is_hedged_and_the_first_answer_wins() -> None:
+    case = Case(others=BOTH)
+    case.attempts.answered(case.orders[0])
+    at, hedges = case.wait()
+    assert SERVICE_S < at - NOW < 0.1
+    assert nodes(hedges) == [A], "an other holder of B's experts"
+    case.attempts.answered(hedges[0])
+    assert case.attempts.is_done
+    assert case.winners == [A, A]
+    case.attempts.answered(case.orders[1])  # too late
+    assert case.winners == [A, A]
+    assert (case.stats.n_hedged, case.stats.n_overdue, case.stats.n_rescued) == (1, 0, 1)
+
+
+def test_the_planned_peer_may_still_win_after_a_hedge() -> None:
+    case = Case(others=BOTH)
+    case.attempts.answered(case.orders[0])
+    case.wait()
+    case.attempts.answered(case.orders[1])
+    assert case.winners == [A, B]
+    assert case.stats.n_rescued == 0
+
+
+def test_a_hedge_that_is_late_itself_goes_to_the_next_and_then_nobody_is_left() -> None:
+    case = Case(others=BOTH)
+    case.attempts.answered(case.orders[0])
+    asked = []
+    while case.attempts.next_deadline() is not None:
+        _, new = case.wait()
+        asked += nodes(new)
+    assert asked == [A, C]
+    assert case.attempts.error is None, "whoever answers last is still awaited"
+
+
+def test_a_spent_budget_ends_hedging_but_not_the_rescue_from_a_hang() -> None:
+    case = Case(others=BOTH)
+    while case.budget.spend():
+        pass
+    at, new = case.wait()
+    assert new == []
+    at, new = case.wait()
+    assert nodes(new) == [B, A]
+    assert 0.2 < at - NOW < 1.0
+    assert (case.stats.n_hedged, case.stats.n_overdue) == (0, 2)
+
+
+def test_who_was_hedged_is_not_hedged_again_while_the_copy_has_its_own_time() -> None:
+    case = Case(others=BOTH)
+    case.attempts.answered(case.orders[0])
+    while case.budget.spend():
+        pass
+    case.budget.earn(20)  # for one hedge
+    hedged_at, [hedge] = case.wait()
+    new: list[Order] = []
+    at = hedged_at
+    while not new:
+        at, new = case.wait()
+    assert nodes(new) == [C]
+    assert at == hedge.overdue_at or at - hedge.sent_at >= 0.25
+
+
+def test_the_budget_is_a_share_of_what_is_sent() -> None:
+    budget = HedgeBudget()
+    assert sum(budget.spend() for _ in range(100)) == HEDGE_BURST
+    budget.earn(100)
+    assert sum(budget.spend() for _ in range(100)) == 5
+
+
+def test_a_failed_batch_goes_to_a_replica_at_once() -> None:
+    case = Case(others=BOTH)
+    [instead] = case.attempts.failed(case.orders[1], LOST, NOW + 0.001)
+    assert instead.node == A
+    assert instead.batch is case.batches[1]
+    case.attempts.answered(instead)
+    case.attempts.answered(case.orders[0])
+    assert case.winners == [A, A]
+    assert case.stats.n_resent == 1
+
+
+def test_all_holders_failing_is_an_error_with_layer_and_experts() -> None:
+    case = Case(others={A: [C], B: [C]})
+    [instead] = case.attempts.failed(case.orders[1], LOST, NOW)
+    assert case.attempts.failed(instead, DeadlineExceeded("no answer within the deadline"), NOW) == []
+    error = case.attempts.error
+    assert error is not None
+    assert (error.layer, error.experts) == (7, (2, 3))
+    assert f"peer {C.short} late" in str(error)
+
+
+def test_one_line_failing_is_nothing_while_another_is_on_its_way() -> None:
+    case = Case(others={A: [C], B: [C]})
+    case.attempts.answered(case.orders[0])
+    _, [hedge] = case.wait()
+    assert case.attempts.failed(case.orders[1], LOST, NOW + 1) == []
+    assert case.attempts.error is None
+    case.attempts.answered(hedge)
+    assert case.winners == [A, C]
+
+
+def test_a_split_rescue_counts_only_when_it_is_whole() -> None:
+    case = Case(others=BOTH, split=True)
+    case.attempts.answered(case.orders[0])
+    parts = case.attempts.failed(case.orders[1], LOST, NOW)
+    assert nodes(parts) == [A, C]
+    case.attempts.answered(parts[0])
+    assert not case.attempts.is_done
+    case.attempts.answered(parts[1])
+    assert case.winners == [A, A, C]
+    assert [order.batch.expert_ids.tolist() for order in case.attempts.answers()] == [[0, 1], [2], [3]]
+
+
+def test_halves_of_different_lines_do_not_make_a_whole() -> None:
+    """The hedge's first half and the planned peer's whole: the second counts, by itself."""
+    case = Case(others=BOTH, split=True)
+    case.attempts.answered(case.orders[0])
+    _, parts = case.wait()
+    assert nodes(parts) == [A, C]
+    case.attempts.answered(parts[0])
+    assert not case.attempts.is_done
+    case.attempts.answered(case.orders[1])
+    assert case.winners == [A, B]
+
+
+def test_a_busy_peer_is_asked_again_when_it_said_if_nobody_else_can() -> None:
+    case = Case(others={A: [], B: []})
+    busy = Overloaded("full")
+    assert case.attempts.failed(case.orders[1], busy, NOW, retry_after_s=0.2) == []
+    case.attempts.answered(case.orders[0])
+    case.attempts.handle_timeout(NOW + 0.199)
+    again = case.attempts.handle_timeout(NOW + 0.2)
+    assert again == [case.orders[1]]
+    assert again[0].sent_at == NOW + 0.2
+    assert case.stats.n_busy == 1
+    assert case.attempts.failed(again[0], busy, NOW + BUSY_PATIENCE_S, retry_after_s=0.2) == []
+    assert case.attempts.error is not None, "but not for ever"
+
+
+def test_a_busy_peers_batch_goes_to_a_replica_first() -> None:
+    case = Case(others=BOTH)
+    assert nodes(case.attempts.failed(case.orders[1], Overloaded("full"), NOW, retry_after_s=0.2)) == [A]
+
+
+@pytest.mark.parametrize("others", [None, {A: [], B: []}])
+def test_own_experts_are_the_last_resort(others: dict[NodeId, list[NodeId]] | None) -> None:
+    case = Case(others=others, has_local=True)
+    [local] = case.attempts.failed(case.orders[1], LOST, NOW)
+    assert local.node == HERE
+    case.attempts.answered(local)
+    case.attempts.answered(case.orders[0])
+    assert case.winners == [A, HERE]
+    assert case.stats.n_local == 1
+
+
+def test_own_experts_step_in_for_a_hang_only_when_it_is_overdue() -> None:
+    case = Case(others={A: [], B: []}, has_local=True)
+    at, new = case.wait()
+    assert new == []
+    at, new = case.wait()
+    assert nodes(new) == [HERE, HERE]
+    assert at - NOW > 0.2
+
+
+def test_own_experts_that_fail_end_the_layer() -> None:
+    case = Case(others=None, has_local=True)
+    [local] = case.attempts.failed(case.orders[1], LOST, NOW)
+    assert case.attempts.failed(local, LOST, NOW) == []
+    assert case.attempts.error is not None
+    assert "this process failed" in str(case.attempts.error)

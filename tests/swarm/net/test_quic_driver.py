@@ -1,0 +1,127 @@
+"""What a driver tells about its next deadline and flush: never too little, and, on a quiet connection, nothing in vain."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from swarm.identity import Identity
+from swarm.net.certificate import make_certificate
+from swarm.net.quic_driver import ACK_DELAY_S, ACK_EVERY_PACKETS, AioquicDriver, QuicDriver
+
+IDENTITY = Identity.from_seed(b"driver" + bytes(26))
+CERTIFICATE = make_certificate(IDENTITY)
+CLIENT, SERVER = ("10.0.0.1", 1), ("10.0.0.2", 2)
+START_S = 1000.0
+
+
+def drivers() -> Iterator[type[QuicDriver]]:
+    yield AioquicDriver
+    if importlib.util.find_spec("qh3") is not None:
+        from swarm.net.qh3_driver import Qh3Driver
+
+        yield Qh3Driver
+
+
+class Pair:
+    """A client and a server that are open and have nothing left to say, in a clock of their own."""
+
+    def __init__(self, kind: type[QuicDriver]) -> None:
+        self.now = START_S
+        self.client = kind(kind.configuration(IDENTITY, CERTIFICATE, is_client=True), None)
+        self.client.quic.connect(SERVER, now=self.now)
+        first = list(self.client.flush(self.now, has_data=True))
+        cid = first[0][0][6 : 6 + first[0][0][5]]
+        self.server = kind(kind.configuration(IDENTITY, CERTIFICATE, is_client=False), cid)
+        for data, _ in first:
+            self.server.receive(data, CLIENT, self.now)
+        for _ in range(8):
+            self.now += 0.001
+            self.move(self.server, self.client)
+            self.move(self.client, self.server)
+        self.now += 1.0
+        for each in (self.client, self.server):
+            each.handle_timer(self.now)
+        self.move(self.server, self.client)
+        self.move(self.client, self.server)
+        self.move(self.server, self.client)
+
+    def move(self, sender: QuicDriver, receiver: QuicDriver) -> int:
+        """Flush one side into the other; return how many datagrams that were."""
+        source = CLIENT if sender is self.client else SERVER
+        datagrams = list(sender.flush(self.now, has_data=True))
+        for data, _ in datagrams:
+            receiver.receive(data, source, self.now)
+        while receiver.quic.next_event() is not None:
+            pass
+        return len(datagrams)
+
+    def ask(self, size: int) -> int:
+        stream = int(self.client.quic.get_next_available_stream_id())
+        self.client.send_stream_data(stream, bytes(size), True)
+        self.move(self.client, self.server)
+        return stream
+
+
+@pytest.fixture(params=list(drivers()), ids=lambda kind: kind.__name__)
+def pair(request: pytest.FixtureRequest) -> Pair:
+    return Pair(request.param)
+
+
+def test_an_acknowledgement_waits_for_the_answer_and_rides_on_it(pair: Pair) -> None:
+    stream = pair.ask(2200)
+    assert not pair.server.wants_flush()
+    assert not pair.server.has_near_deadline(pair.now)
+    deadline = pair.server.next_deadline()
+    assert deadline is not None
+    assert deadline == pytest.approx(pair.now + ACK_DELAY_S)
+    pair.now += 0.002
+    pair.server.send_stream_data(stream, bytes(2200), True)
+    assert pair.move(pair.server, pair.client) == 2
+    at = pair.client.next_deadline()
+    assert at is not None
+    assert at <= pair.now + ACK_DELAY_S + 1e-9
+    assert pair.client.n_unsent_bytes() == 0, "acknowledged by the answer"
+
+
+def test_without_an_answer_it_is_sent_at_its_deadline(pair: Pair) -> None:
+    pair.ask(2200)
+    pair.now += ACK_DELAY_S + 1e-6
+    pair.server.handle_timer(pair.now)
+    datagrams = list(pair.server.flush(pair.now, has_data=False))
+    assert len(datagrams) == 1
+    assert len(datagrams[0][0]) < 64
+
+
+def test_a_long_transfer_is_acknowledged_every_few_packets(pair: Pair) -> None:
+    pair.ask(4 * 1232 * ACK_EVERY_PACKETS)
+    for _ in range(8):  # qh3 paces
+        pair.now += 0.0005
+        pair.move(pair.client, pair.server)
+    assert pair.server.wants_flush()
+    assert pair.now < START_S + 2.0
+
+
+def test_a_small_packet_is_answered_at_once(pair: Pair) -> None:
+    pair.client.quic.send_ping(7)
+    pair.move(pair.client, pair.server)
+    assert pair.server.wants_flush()
+
+
+def test_aioquic_tells_of_a_packet_that_seems_lost() -> None:
+    pair = Pair(AioquicDriver)
+    stream = int(pair.client.quic.get_next_available_stream_id())
+    pair.client.send_stream_data(stream, bytes(2200), True)
+    lost, kept = list(pair.client.flush(pair.now, has_data=True))
+    assert not pair.client.has_near_deadline(pair.now)
+    pair.now += 0.001
+    pair.server.receive(kept[0], CLIENT, pair.now)
+    assert pair.server.wants_flush(), "a gap is told at once"
+    pair.move(pair.server, pair.client)
+    assert pair.client.has_near_deadline(pair.now)
+    deadline = pair.client.next_deadline()
+    assert deadline is not None
+    assert deadline < pair.now + ACK_DELAY_S
+    assert lost[0] != kept[0]
