@@ -1,7 +1,8 @@
 """The least that could carry a dispatch: a QUIC library and a UDP socket without anything of ours, to compare with.
 
-A request is one stream (or one burst of datagrams) that begins with the u32 sizes of itself and of the answer wanted.
-QUIC is driven as well as it can be without changing it: the socket drained, then one flush per touched connection.
+A request is one stream (or one burst of datagrams) that begins with three u32: its size, that of the answer wanted, and the
+microseconds to compute before answering. QUIC is driven as well as it can be without changing it: the socket drained, then one
+flush per touched connection.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from typing import Any
 
 from aioquic.quic.connection import QuicConnection
 
+from swarm.bench.busy import Busy
 from swarm.identity import Identity
 from swarm.net.certificate import MAX_DATAGRAM_BYTES, make_certificate
 from swarm.net.quic_driver import AioquicDriver, driver_class
 
-SIZES = struct.Struct("<II")
+HEAD = struct.Struct("<III")  # bytes out, bytes back, microseconds of compute
 SOCKET_BUFFER_BYTES = 4 << 20
 MAX_DATAGRAMS_PER_WAKE = 64
 
@@ -33,8 +35,8 @@ class BareLink(ABC):
     """A client's way to one member of a star."""
 
     @abstractmethod
-    async def echo(self, size_out: int, size_back: int) -> None:
-        """Send a request and return when its answer is whole."""
+    async def echo(self, size_out: int, size_back: int, busy_us: int = 0) -> None:
+        """Send a request, for which the other side computes so long, and return when its answer is whole."""
 
 
 def udp_socket(port: int = 0) -> socket.socket:
@@ -74,10 +76,12 @@ class _Quic:
                     if event.end_stream:
                         self.waiting.pop(stream).set_result(None)
                     continue
-                head = self._heads[stream] = (self._heads.get(stream, b"") + event.data)[: SIZES.size]
+                head = self._heads[stream] = (self._heads.get(stream, b"") + event.data)[: HEAD.size]
                 if event.end_stream:
                     del self._heads[stream]
-                    self.quic.send_stream_data(stream, bytes(SIZES.unpack(head)[1]), True)
+                    _, size_back, busy_us = HEAD.unpack(head)
+                    self.owner.busy.compute(busy_us)
+                    self.quic.send_stream_data(stream, bytes(size_back), True)
             elif isinstance(event, events.HandshakeCompleted) and not self.open.done():
                 self.open.set_result(None)
         self.flush()
@@ -105,7 +109,9 @@ class _Quic:
 class QuicSocket:
     """The library that SWARM_QUIC names, with its own congestion control, over one socket; client and server at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy: Busy | None = None) -> None:
+        """`busy` computes for the requests that ask for it."""
+        self.busy = busy or Busy()
         self.driver = driver_class()
         identity = Identity.generate()
         certificate = make_certificate(identity)
@@ -176,11 +182,13 @@ class _QuicLink(BareLink):
     def __init__(self, connection: _Quic) -> None:
         self._connection = connection
 
-    async def echo(self, size_out: int, size_back: int) -> None:
+    async def echo(self, size_out: int, size_back: int, busy_us: int = 0) -> None:
         connection = self._connection
         stream = connection.quic.get_next_available_stream_id()
         connection.waiting[stream] = answer = asyncio.get_running_loop().create_future()
-        connection.quic.send_stream_data(stream, SIZES.pack(size_out, size_back) + bytes(size_out - SIZES.size), True)
+        connection.quic.send_stream_data(
+            stream, HEAD.pack(size_out, size_back, busy_us) + bytes(size_out - HEAD.size), True
+        )
         connection.flush()
         await answer
 
@@ -188,7 +196,9 @@ class _QuicLink(BareLink):
 class UdpSocket:
     """Bursts of datagrams, each way, without any care for loss; client and server at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, busy: Busy | None = None) -> None:
+        """`busy` computes for the requests that ask for it."""
+        self._busy = busy or Busy()
         self.udp = udp_socket()
         self._arrived: dict[Address, int] = {}
         self.waiting: dict[Address, tuple[int, asyncio.Future[None]]] = {}
@@ -210,12 +220,12 @@ class UdpSocket:
         asyncio.get_running_loop().remove_reader(self.udp)
         self.udp.close()
 
-    def burst(self, address: Address, size: int, size_back: int) -> None:
+    def burst(self, address: Address, size: int, size_back: int, busy_us: int = 0) -> None:
         """Send `size` bytes."""
         while size > 0:
             n = min(size, MAX_DATAGRAM_BYTES)
             try:
-                self.udp.sendto(SIZES.pack(size, size_back) + self._payload[: max(0, n - SIZES.size)], address)
+                self.udp.sendto(HEAD.pack(size, size_back, busy_us) + self._payload[: max(0, n - HEAD.size)], address)
             except (BlockingIOError, InterruptedError):
                 pass
             size -= n
@@ -224,12 +234,13 @@ class UdpSocket:
         _drain(self.udp, self._take)
 
     def _take(self, data: bytes, address: Address) -> None:
-        left, size_back = SIZES.unpack_from(data)
+        left, size_back, busy_us = HEAD.unpack_from(data)
         self._arrived[address] = self._arrived.get(address, 0) + len(data)
         if left > MAX_DATAGRAM_BYTES:
             return  # not the last of its burst
         arrived = self._arrived.pop(address)
         if address not in self.waiting:
+            self._busy.compute(busy_us)
             self.burst(address, size_back, 0)
         elif arrived >= self.waiting[address][0]:
             self.waiting.pop(address)[1].set_result(None)
@@ -239,8 +250,8 @@ class _UdpLink(BareLink):
     def __init__(self, owner: UdpSocket, address: Address) -> None:
         self._owner, self._address = owner, address
 
-    async def echo(self, size_out: int, size_back: int) -> None:
+    async def echo(self, size_out: int, size_back: int, busy_us: int = 0) -> None:
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._owner.waiting[self._address] = (size_back, answer)
-        self._owner.burst(self._address, size_out, size_back)
+        self._owner.burst(self._address, size_out, size_back, busy_us)
         await answer

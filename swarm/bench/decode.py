@@ -3,22 +3,27 @@
 The bound is 1 / the sum over layers of the slowest path that was really drawn, from the emulator's own stamps: zero compute,
 zero software. What is measured is decoding; the prompt's prefill is not.
 
+With `compares_overlap` each repetition decodes the same tokens on a second backbone too, which waits for each layer's answer
+before it computes the shared expert.
+
 With drafts a step may add several tokens. Each repetition then decodes the same tokens without drafts too, so that the gain is
 a ratio within one run; kernels may sum in another order with more rows, so the first token that differs is told.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from swarm.backbone.assembly import RunningBackbone
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.stock import StockModel
@@ -41,6 +46,7 @@ class DecodeOptions:
     Attributes:
         n_draft: most tokens that a step drafts; 0: one token a step.
         text: a file whose first tokens are the prompt; None: random tokens.
+        compares_overlap: decode without overlap too.
     """
 
     model: Path
@@ -52,6 +58,7 @@ class DecodeOptions:
     n_draft: int = 0
     n_prompt: int = N_PROMPT
     text: Path | None = None
+    compares_overlap: bool = False
 
 
 @dataclass(slots=True)
@@ -77,21 +84,29 @@ async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], 
             paths=options.paths,
             engine=engine,
         )
-        async with opening as testbed:
+        async with opening as testbed, contextlib.AsyncExitStack() as stack:
             prompt = _prompt(testbed, options)
+            running, waiting = testbed.running, None
+            if options.compares_overlap:
+                waiting = await stack.enter_async_context(testbed.add_backbone(replace(engine, overlaps=False)))
             with StockModel(options.model, engine) as stock:
+                waited: list[_Repetition] = []
                 repetitions: list[_Repetition] = []
                 undrafted: list[_Repetition] = []
                 stock_speeds: list[float] = []
                 for done in range(options.n_repetitions):
                     progress(done, options.n_repetitions)
-                    repetitions.append(await _decode(testbed, prompt, options.n_tokens, options.n_draft))
+                    if waiting is not None and done % 2:  # whoever is first in turn
+                        waited.append(await _decode(testbed, waiting, prompt, options.n_tokens, options.n_draft))
+                    repetitions.append(await _decode(testbed, running, prompt, options.n_tokens, options.n_draft))
+                    if waiting is not None and not done % 2:
+                        waited.append(await _decode(testbed, waiting, prompt, options.n_tokens, options.n_draft))
                     if options.n_draft:
-                        undrafted.append(await _decode(testbed, prompt, options.n_tokens, 0))
+                        undrafted.append(await _decode(testbed, running, prompt, options.n_tokens, 0))
                     stock_speeds.append(stock.tokens_per_s(prompt, options.n_tokens))
                 progress(options.n_repetitions, options.n_repetitions)
                 figures = await _figures(testbed, options, repetitions, stock_speeds)
-                return figures | _gain(repetitions, undrafted)
+                return figures | _gain(repetitions, undrafted) | _overlap(repetitions, waited)
 
 
 def _prompt(testbed: Testbed, options: DecodeOptions) -> list[int]:
@@ -106,9 +121,11 @@ def _prompt(testbed: Testbed, options: DecodeOptions) -> list[int]:
     return tokens[: options.n_prompt]
 
 
-async def _decode(testbed: Testbed, prompt: list[int], n_tokens: int, n_draft: int) -> _Repetition:
+async def _decode(
+    testbed: Testbed, running: RunningBackbone, prompt: list[int], n_tokens: int, n_draft: int
+) -> _Repetition:
     """Decode greedily, not stopping at an end of generation, so that every repetition has as many tokens."""
-    engine, endpoint = testbed.running.engine, testbed.running.endpoint
+    engine, endpoint = running.engine, running.endpoint
     continuation = Continuation(
         engine,
         lambda row: int(engine.context.logits(row).argmax()),
@@ -148,6 +165,19 @@ def _gain(repetitions: list[_Repetition], undrafted: list[_Repetition]) -> dict[
         "undrafted_tokens_per_s": statistics.median(len(each.tokens) / each.seconds for each in undrafted),
         "draft_speedup": statistics.median(other.seconds / one.seconds for one, other in pairs),
         "first_difference": min(differ, default=None),
+    }
+
+
+def _overlap(repetitions: list[_Repetition], waited: list[_Repetition]) -> dict[str, Any]:
+    """Return what overlap gained; empty where nothing was decoded without it."""
+    if not waited:
+        return {}
+    pairs = list(zip(repetitions, waited, strict=True))
+    return {
+        "overlap_s_per_token": statistics.median(each.seconds / len(each.tokens) for each in repetitions),
+        "waiting_s_per_token": statistics.median(each.seconds / len(each.tokens) for each in waited),
+        "overlap_speedup": statistics.median(other.seconds / one.seconds for one, other in pairs),
+        "overlap_speedups": [other.seconds / one.seconds for one, other in pairs],
     }
 
 

@@ -1,10 +1,14 @@
 """One MoE layer's dispatch: what it costs in bytes and time, beside bare stars of the same bytes in the same run.
 
 The layer is real: peers compute random experts of the shape asked for. Ids are drawn at random, evenly or by Zipf's law.
+
+With `compares_serial` each dispatch is followed by the same one in a serial chain, peer after peer: what the star replaces.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import statistics
 import tempfile
 import time
@@ -17,9 +21,12 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.backbone.engine import EngineConfig
+from swarm.bench.routing import draw_weights
 from swarm.bench.synthetic import SyntheticModel
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
 from swarm.bench.transport import measure_star
+from swarm.dispatch.dispatcher import Dispatcher
+from swarm.errors import UserError
 from swarm.wire import messages as m
 from swarm.wire.rows import Wire
 
@@ -37,6 +44,7 @@ class DispatchOptions:
     Attributes:
         skew: exponent of Zipf's law over the experts; 0 draws them evenly.
         n_tokens: rows of one dispatch.
+        compares_serial: ask the peers one after the other too; of one token, and only of tokens that need every peer.
     """
 
     d_model: int = 2048
@@ -50,20 +58,33 @@ class DispatchOptions:
     paths: PathOptions = field(default_factory=PathOptions)
     n_dispatches: int = 200
     seed: int = 0
+    compares_serial: bool = False
+
+    def __post_init__(self) -> None:
+        if self.compares_serial and not (self.n_tokens == 1 and 1 <= self.n_peers <= self.n_expert_used):
+            raise UserError(
+                f"a serial chain is measured with one token that needs every peer: got {self.n_tokens} tokens, "
+                f"{self.n_peers} peers and {self.n_expert_used} experts used"
+            )
 
     @property
     def model(self) -> SyntheticModel:
         """One MoE layer of that shape."""
-        return SyntheticModel(
-            n_layers=1,
-            n_embd=self.d_model,
-            n_expert=self.n_expert,
-            n_expert_used=self.n_expert_used,
-            n_ff_exp=self.n_ff_exp,
-            n_head=self.d_model // HEAD_DIM,
-            n_head_kv=1,
-            name=f"layer-d{self.d_model}-e{self.n_expert}-k{self.n_expert_used}-ff{self.n_ff_exp}",
-        )
+        return layer_model(self.d_model, self.n_expert, self.n_expert_used, self.n_ff_exp)
+
+
+def layer_model(d_model: int, n_expert: int, n_expert_used: int, n_ff_exp: int) -> SyntheticModel:
+    """Return a model of one MoE layer of that shape, with as little else as may be."""
+    return SyntheticModel(
+        n_layers=1,
+        n_embd=d_model,
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
+        n_ff_exp=n_ff_exp,
+        n_head=d_model // HEAD_DIM,
+        n_head_kv=1,
+        name=f"layer-d{d_model}-e{n_expert}-k{n_expert_used}-ff{n_ff_exp}",
+    )
 
 
 def draw_choices(
@@ -75,8 +96,7 @@ def draw_choices(
     log_p = -options.skew * np.log(np.arange(1, options.n_expert + 1))
     keys = log_p + rng.gumbel(size=shape)  # [T, E]
     ids = np.argsort(-keys, axis=1)[:, : options.n_expert_used].astype(np.int32)  # [T, K]
-    weights = rng.random(ids.shape, dtype=np.float32) + np.float32(0.1)
-    return ids, weights / weights.sum(axis=1, keepdims=True)
+    return ids, draw_weights(rng, ids)
 
 
 async def measure_dispatch(
@@ -94,20 +114,47 @@ async def measure_dispatch(
         )
         async with opening as testbed:
             figures = await _measure(testbed, options, progress)
-    # The stars' members are processes of their own, started once the peers have gone: two cores are not more.
+            return figures | await _compare(testbed, options, figures)
+
+
+async def _compare(testbed: Testbed, options: DispatchOptions, figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the bare stars' figures; on direct paths the layer's too, measured in turn with theirs.
+
+    What else the machine does meets all of them alike: stars measured after the layer differed by half from run to run.
+    """
+    rng = np.random.default_rng(options.seed + 1)
+    draws = []
+    for _ in range(N_STAR_ROUNDS):
+        x = rng.standard_normal((options.n_tokens, options.d_model), dtype=np.float32)
+        draws.append((x, *draw_choices(rng, options)))
+    turns = itertools.cycle(draws)
+
+    async def once() -> None:
+        await testbed.running.dispatcher.dispatch(0, *next(turns))
+
+    testbed.spans.clear()
     star = await measure_star(
         n_members=round(figures["destinations_per_token"]),
         size_out=round(figures["payload_out"]),
         size_back=round(figures["payload_back"]),
         n_rounds=N_STAR_ROUNDS,
         n_repetitions=N_STAR_REPETITIONS,
+        compute_s=figures["compute_mean_s"],
+        beside=once if options.paths.is_direct else None,
     )
-    beyond_compute_s = figures["p50_s"] - figures["compute_s"]
-    return figures | {
+    beyond_s, over_bare, over_computing = figures["p50_s"] - figures["compute_s"], None, None
+    if star.beside_p50_s is not None:
+        beyond_s = star.beside_p50_s - statistics.median(span.compute_s for span in testbed.spans)
+        over_bare = beyond_s / star.quic_star_p50_s
+        over_computing = beyond_s / star.quic_beyond_p50_s if star.quic_beyond_p50_s else None
+    return {
         "quic_star_p50_s": star.quic_star_p50_s,
         "udp_star_p50_s": star.udp_star_p50_s,
-        "beyond_compute_p50_s": beyond_compute_s,
-        "beyond_compute_over_quic_star": beyond_compute_s / star.quic_star_p50_s if options.paths.is_direct else None,
+        "quic_star_beyond_compute_p50_s": star.quic_beyond_p50_s,
+        "udp_star_beyond_compute_p50_s": star.udp_beyond_p50_s,
+        "beyond_compute_p50_s": beyond_s,
+        "beyond_compute_over_quic_star": over_bare,
+        "beyond_compute_over_computing_quic_star": over_computing,
         "transport": star.library,
     }
 
@@ -116,11 +163,15 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
     dispatcher, endpoint = testbed.running.dispatcher, testbed.running.endpoint
     rng = np.random.default_rng(options.seed)
     seconds: list[float] = []
+    serial: list[float] = []
     echoes: list[float] = []
     sent = received = repaired = payload_out = payload_back = 0
+    chain = _SerialChain(testbed)
     for i in range(N_WARM_UP + options.n_dispatches):
         x = rng.standard_normal((options.n_tokens, options.d_model), dtype=np.float32)
         ids, weights = draw_choices(rng, options)
+        while options.compares_serial and chain.n_destinations(ids) < options.n_peers:
+            ids, weights = draw_choices(rng, options)
         if i == N_WARM_UP:
             testbed.spans.clear()
             sent, received, repaired = endpoint.bytes_sent, endpoint.bytes_received, endpoint.repair_bytes
@@ -130,6 +181,11 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
         if i >= N_WARM_UP:
             seconds.append(time.perf_counter() - started)
             progress(i - N_WARM_UP + 1, options.n_dispatches)
+            if options.compares_serial:
+                chain_sent, chain_received = endpoint.bytes_sent, endpoint.bytes_received
+                serial.append(await chain.ask(x, ids, weights))
+                sent += endpoint.bytes_sent - chain_sent  # the chain's bytes are not the star's
+                received += endpoint.bytes_received - chain_received
     sent, received = endpoint.bytes_sent - sent, endpoint.bytes_received - received
     repaired = endpoint.repair_bytes - repaired
     payload_out = dispatcher.stats.bytes_out - payload_out
@@ -143,7 +199,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
     compute_s = statistics.median(span.compute_s for span in spans)
     rtt_s = statistics.median(echoes)
     p50, p95, p99 = (float(each) for each in np.percentile(seconds, (50, 95, 99)))
-    return {
+    figures: dict[str, Any] = {
         "d_model": options.d_model,
         "n_expert": options.n_expert,
         "n_expert_used": options.n_expert_used,
@@ -160,6 +216,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
         "repair_bytes": repaired / n_token_layers,
         "rtt_s": rtt_s,
         "compute_s": compute_s,
+        "compute_mean_s": await _compute_mean_s(testbed),
         "p50_s": p50,
         "p95_s": p95,
         "p99_s": p99,
@@ -171,6 +228,55 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
             "combine": statistics.median((s.ended_ns - s.returned_ns) / 1e9 for s in spans),
         },
     }
+    if serial:
+        serial_p50 = statistics.median(serial)
+        figures |= {
+            "slowest_rtt_s": rtt_s,
+            "star_over_slowest": p50 / rtt_s,
+            "serial_p50_s": serial_p50,
+            "serial_over_star": statistics.median(one / star for one, star in zip(serial, seconds, strict=True)),
+        }
+    return figures
+
+
+class _SerialChain:
+    """Asks the peers of a token one after the other; its dispatches count in nothing of the star's."""
+
+    def __init__(self, testbed: Testbed) -> None:
+        running = testbed.running
+        self._dispatcher = Dispatcher(
+            running.manifest.model_id, running.manifest.spec, running.holders, running.dispatcher.wire
+        )
+        self._owner_of = running.holders.placement.owner_of(0)  # [E]
+
+    def n_destinations(self, ids: npt.NDArray[np.int32]) -> int:
+        """Return how many peers these choices need."""
+        return len(np.unique(self._owner_of[ids]))
+
+    async def ask(
+        self, x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32], weights: npt.NDArray[np.float32]
+    ) -> float:
+        """Return the seconds of one token's layer, x [1, D], the choice [1, K], peer after peer."""
+        owners = self._owner_of[ids[0]]  # [K]
+        started = time.perf_counter()
+        for owner in np.unique(owners):
+            chosen = owners == owner
+            await self._dispatcher.dispatch(0, x, ids[:, chosen], weights[:, chosen])
+        return time.perf_counter() - started
+
+
+async def _compute_mean_s(testbed: Testbed) -> float:
+    """Return the mean time that a peer computed for a dispatch, as the peers say; `compute_s` is the slowest's of each."""
+    holders = testbed.running.holders
+    n_dispatches, seconds = 0, 0.0
+    for node in holders.placement.destinations:
+        connection = await holders.connection(node)
+        answer = await connection.request(m.GetStatus(), timeout_s=ECHO_TIMEOUT_S)
+        assert isinstance(answer, m.Status)  # the session checks an answer's type
+        status = json.loads(answer.data)
+        n_dispatches += status["n_dispatches"]
+        seconds += status["compute_s"]
+    return seconds / n_dispatches
 
 
 async def _echo(testbed: Testbed) -> float:

@@ -1,4 +1,6 @@
-"""One member of a star, in a process of its own: answers dispatches over our Endpoint, bare QUIC and bare UDP, without computing.
+"""One member of a star, in a process of its own: answers dispatches over our Endpoint, bare QUIC and bare UDP.
+
+It computes nothing, or, where the request says so, only passes the time as experts would (`busy`).
 
 `python -m swarm.bench.star_member` prints one JSON line with its node id and its three ports, and ends when its stdin does.
 """
@@ -13,23 +15,28 @@ import sys
 import numpy as np
 
 from swarm.bench.bare_links import QuicSocket, UdpSocket
+from swarm.bench.busy import Busy
 from swarm.identity import Identity
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
 
-# The model tag of a benchmark's dispatch: how many float32 to answer with, and how many microseconds to wait before.
-TAG = struct.Struct("<II")
+# The model tag of a benchmark's dispatch: how many float32 to answer with, and before that, microseconds to wait and to compute.
+TAG = struct.Struct("<IHH")
 MAX_VALUES = 4 << 20
+
+
+_busy = Busy()
 
 
 async def answer(connection: Connection, request: m.Request) -> m.Response:
     """Return as many zeros as the dispatch asks for."""
     assert isinstance(request, m.Dispatch)  # nothing else is served
-    n_values, wait_us = TAG.unpack(request.model_tag)
+    n_values, wait_us, busy_us = TAG.unpack(request.model_tag)
     if wait_us:
         await asyncio.sleep(wait_us / 1e6)
+    _busy.compute(busy_us)
     rows = np.zeros((1, min(n_values, MAX_VALUES)), np.float32)
     return m.Result(codec=RowCodec.F32, rows=rows, compute_us=0, queue_us=0)
 
@@ -38,7 +45,7 @@ async def serve() -> None:
     """Serve until stdin ends."""
     identity = Identity.generate()
     async with Endpoint(identity, host="127.0.0.1", handler=answer, serves=[m.Dispatch]) as endpoint:
-        quic, udp = QuicSocket(), UdpSocket()
+        quic, udp = QuicSocket(_busy), UdpSocket(_busy)
         ports = {"endpoint": endpoint.port, "quic": quic.address[1], "udp": udp.address[1]}
         print(json.dumps({"node_id": str(identity.node_id), **ports}), flush=True)
         reader = asyncio.StreamReader()

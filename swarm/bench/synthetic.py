@@ -33,6 +33,7 @@ class SyntheticModel:
     """The shape of a random model: `qwen2moe` with a shared expert, or `qwen3moe`, which has none.
 
     Attributes:
+        n_embd_head: values of one attention head; None: n_embd / n_head.
         weight_type: of attention and experts: F32, F16, Q8_0 or Q4_K.
     """
 
@@ -44,6 +45,7 @@ class SyntheticModel:
     n_ff_shared: int = 0
     n_head: int = 8
     n_head_kv: int = 2
+    n_embd_head: int | None = None
     n_vocab: int = 512
     weight_type: GgmlType = GgmlType.Q8_0
     seed: int = 0
@@ -58,7 +60,12 @@ class SyntheticModel:
                 raise UserError(
                     f"{what} does not fit {self.weight_type.name}: got {getattr(self, what)}, not n x {block}"
                 )
-        if self.n_embd % self.n_head or self.n_head % self.n_head_kv or not 1 <= self.n_expert_used <= self.n_expert:
+        if (
+            (self.n_embd_head is None and self.n_embd % self.n_head)
+            or self.n_head % self.n_head_kv
+            or (self.n_head * self.head_dim) % block
+            or not 1 <= self.n_expert_used <= self.n_expert
+        ):
             raise UserError("the model's shape does not fit together: heads must divide n_embd, K is at most E")
         if self.n_vocab <= N_BYTES:
             raise UserError(f"n_vocab is too small: got {self.n_vocab}, expected more than {N_BYTES}")
@@ -71,13 +78,31 @@ class SyntheticModel:
     @property
     def head_dim(self) -> int:
         """Values of one attention head."""
-        return self.n_embd // self.n_head
+        return self.n_embd_head or self.n_embd // self.n_head
 
 
 SYNTH16 = SyntheticModel(
     n_layers=16, n_embd=1024, n_expert=64, n_expert_used=8, n_ff_exp=256, n_ff_shared=512, name="synth16"
 )
 """The standard one of all benchmarks: 16 layers, D=1024, E=64, K=8, ff=256, Q8_0, shared expert 512; a file of 0.94 GB."""
+
+QWEN3_30B_4L = SyntheticModel(
+    n_layers=4,
+    n_embd=2048,
+    n_expert=128,
+    n_expert_used=8,
+    n_ff_exp=768,
+    n_head=32,
+    n_head_kv=4,
+    n_embd_head=128,
+    weight_type=GgmlType.Q4_K,
+    name="qwen3-30b-4l",
+)
+"""Four layers shaped as Qwen3-30B-A3B's, all of Q4_K; a file of 1.4 GB. The vocabulary is small (512 instead of 151,936), so
+that its experts weigh more than in the whole model: what they cost beyond stock llama.cpp shows more."""
+
+NAMED_MODELS = {model.name: model for model in (SYNTH16, QWEN3_30B_4L)}
+"""What a benchmark's `--model` takes besides a file."""
 
 
 def write_synthetic(path: Path, model: SyntheticModel) -> Path:
@@ -125,13 +150,17 @@ def _tensors(model: SyntheticModel) -> list[Tensor]:
         block = f"blk.{layer}."
         constant(block + "attn_norm.weight", d, 1)
         constant(block + "ffn_norm.weight", d, 1)
-        for letter, size in (("q", d), ("k", m.n_head_kv * m.head_dim), ("v", m.n_head_kv * m.head_dim)):
+        for letter, size in (
+            ("q", m.n_head * m.head_dim),
+            ("k", m.n_head_kv * m.head_dim),
+            ("v", m.n_head_kv * m.head_dim),
+        ):
             weight(block + f"attn_{letter}.weight", size, d)
             if has_shared:
                 constant(block + f"attn_{letter}.bias", size, 0)
             elif letter != "v":
                 constant(block + f"attn_{letter}_norm.weight", m.head_dim, 1)
-        weight(block + "attn_output.weight", d, d)
+        weight(block + "attn_output.weight", d, m.n_head * m.head_dim)
         weight(block + "ffn_gate_inp.weight", m.n_expert, d, type_=GgmlType.F32)
         weight(block + "ffn_gate_exps.weight", m.n_expert, m.n_ff_exp, d)
         weight(block + "ffn_up_exps.weight", m.n_expert, m.n_ff_exp, d)

@@ -8,9 +8,10 @@ all of them -> relay, directly: the registry is not on a token's way
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,14 +26,19 @@ from swarm.emulation.processes import LocalSwarm, contiguous_shares
 from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
+from swarm.ids import ExpertSet, format_index_set
 from swarm.model.gguf_file import GgufFile
 from swarm.model.spec import read_spec
 from swarm.net.addresses import format_address
+from swarm.net.repair import MIN_SPACING_S
 from swarm.registry.client import parse_registry
 from swarm.wire.rows import Wire
 
 COVER_TIMEOUT_S = 60.0
 PAYLOAD_FROM_BYTES = 200  # IP packets at least this large carry rows; acknowledgements take about 70
+# A message of a step enters its path in one burst; copies follow after at least net.repair.MIN_SPACING_S. Where a burst takes
+# longer, its end is left out: the bound may only get smaller by that.
+COPIES_AFTER_S = 0.95 * MIN_SPACING_S
 BACKBONE_LINK = "backbone"
 
 
@@ -68,17 +74,46 @@ class PathOptions:
 
 @dataclass(slots=True)
 class Testbed:
-    """What is running."""
+    """What is running.
+
+    Attributes:
+        fronts: where each peer is reached over its path; empty without a hub.
+        config: of the backbone; `add_backbone` makes others from it.
+    """
 
     running: RunningBackbone
     swarm: LocalSwarm
     hub: EmulatedPaths | None
     path_names: list[str] = field(default_factory=list)
     spans: list[LayerSpan] = field(default_factory=list)
+    fronts: list[tuple[str, int]] = field(default_factory=list)
+    config: BackboneConfig | None = None
 
     async def path_stats(self) -> EmulatorStats | None:
         """What the emulator did so far; it pauses for a moment, so ask between measurements."""
         return await self.hub.stats() if self.hub is not None else None
+
+    async def change_paths(self, paths: PathOptions) -> None:
+        """Change delays, loss and rates under way; packets in flight keep their times.
+
+        A swarm that was opened without a rate, or directly, has no links, or no paths, to change: UserError.
+        """
+        if self.hub is None:
+            raise UserError("cannot change paths that are not emulated")
+        if paths.rate_bit_s is not None:
+            for host in (BACKBONE_LINK, *(f"peer{i}" for i in range(len(self.fronts)))):
+                await self.hub.access(host, LinkSpec(rate_bit_s=paths.rate_bit_s))
+        for index, front in enumerate(self.fronts):
+            await self.hub.change(front, paths.spec(index))
+
+    @contextlib.asynccontextmanager
+    async def add_backbone(self, engine: EngineConfig) -> AsyncIterator[RunningBackbone]:
+        """Yield a second backbone of the same peers, over the same paths; its layers are told of in `spans` too."""
+        assert self.config is not None
+        async with open_backbone(replace(self.config, engine=engine), Identity.generate()) as running:
+            await running.holders.wait_complete(COVER_TIMEOUT_S)
+            running.dispatcher.on_layer = self.spans.append
+            yield running
 
 
 @contextlib.asynccontextmanager
@@ -91,8 +126,12 @@ async def open_testbed(
     paths: PathOptions,
     engine: EngineConfig,
     peer_options: tuple[str, ...] = (),
+    slices: Sequence[ExpertSet] | None = None,
 ) -> AsyncIterator[Testbed]:
-    """Yield a complete swarm over the paths; peers take their experts from the file, contiguous shares of every layer.
+    """Yield a complete swarm over the paths; peers take their experts from the file.
+
+    Args:
+        slices: what each peer holds; None: contiguous shares of every layer.
 
     Raises:
         UserError: more peers than experts, or a model that cannot be served.
@@ -110,7 +149,8 @@ async def open_testbed(
                 for host in (BACKBONE_LINK, *(f"peer{i}" for i in range(n_peers))):
                     await hub.access(host, LinkSpec(rate_bit_s=paths.rate_bit_s))
         names: list[str] = []
-        for index, share in enumerate(contiguous_shares(n_expert, n_peers)):
+        fronts: list[tuple[str, int]] = []
+        for index, share in enumerate(_shares(folder, n_expert, n_peers, slices)):
             options = ["--model", str(model), *peer_options]
             if hub is not None:
                 port = _free_port()
@@ -123,6 +163,7 @@ async def open_testbed(
                     server=f"peer{index}" if limited else None,
                     name=names[-1],
                 )
+                fronts.append(front)
                 options += ["--port", str(port), "--advertise", format_address(front)]
             await swarm.add_peer(share, *options)
         config = BackboneConfig(
@@ -135,15 +176,31 @@ async def open_testbed(
         )
         running = await stack.enter_async_context(open_backbone(config, Identity.generate()))
         await running.holders.wait_complete(COVER_TIMEOUT_S)
-        testbed = Testbed(running, swarm, hub, names)
+        testbed = Testbed(running, swarm, hub, names, fronts=fronts, config=config)
         running.dispatcher.on_layer = testbed.spans.append
         yield testbed
+
+
+def _shares(
+    folder: Path, n_expert: int, n_peers: int, slices: Sequence[ExpertSet] | None
+) -> Sequence[Sequence[int] | Path]:
+    """Return what each peer is told to hold: a range of experts, or a slice file."""
+    if slices is None:
+        return contiguous_shares(n_expert, n_peers)
+    if len(slices) != n_peers:
+        raise UserError(f"wrong number of slices: got {len(slices)}, expected one for each of {n_peers} peers")
+    files = []
+    for index, held in enumerate(slices):
+        files.append(folder / f"slice-{index}.json")
+        files[-1].write_text(json.dumps({str(layer): format_index_set(ids) for layer, ids in held.by_layer.items()}))
+    return files
 
 
 def drawn_round_trips_s(spans: list[LayerSpan], stats: EmulatorStats, path_names: list[str]) -> list[float]:
     """Return, for each span, the slowest round trip that the paths really delivered to its packets.
 
-    Only packets large enough to carry rows count, and of each path the slowest of each direction within the span.
+    Only packets large enough to carry rows count, and of each path the slowest of each direction within the span. Copies of
+    packets do not: on a path with jitter the slower of two draws would pass for what the layer had to wait for.
     """
     ways = [(_payload(stats, f"{name}/forth"), _payload(stats, f"{name}/back")) for name in path_names]
     trips = []
@@ -164,7 +221,10 @@ def _payload(stats: EmulatorStats, name: str) -> np.ndarray:
 
 def _slowest(records: np.ndarray, span: LayerSpan) -> float:
     chosen = records[(records[:, 0] >= span.began_ns) & (records[:, 0] < span.returned_ns)]
-    return float((chosen[:, 2] - chosen[:, 0]).max()) / NS_PER_S if len(chosen) else 0.0
+    if not len(chosen):
+        return 0.0
+    chosen = chosen[chosen[:, 0] < chosen[:, 0].min() + COPIES_AFTER_S * NS_PER_S]
+    return float((chosen[:, 2] - chosen[:, 0]).max()) / NS_PER_S
 
 
 def _free_port() -> int:

@@ -44,7 +44,12 @@ def demo(
         Path | None,
         typer.Option("--model", metavar="FILE", help="GGUF file.", show_default="the embedded tiny model"),
     ] = None,
-    wire: Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="Wire form: exact or f32.")] = "f32",
+    wire: Annotated[
+        str,
+        typer.Option(
+            "--wire", metavar="OUT/BACK", help="How rows travel: exact, f32, bf16, f16, q8, fp8, or two of them."
+        ),
+    ] = "f32",
     draft: DraftOption = 0,
     gateway: Annotated[
         str, typer.Option("--gateway", metavar="HOST:PORT", help="Where the HTTP API listens, without --once.")
@@ -53,14 +58,14 @@ def demo(
     as_json: JsonOption = False,
 ) -> None:
     """Start a relay, some peers and a backbone on this machine, and let them write a text together."""
-    path = model or _embedded_model()
+    path = model or embedded_model()
     forms = parse_wire(wire)
     tame_openmp()
     serve_at = None if once or as_json else parse_address(gateway, allow_any_port=True)
     run_async(_demo(path, prompt, peers, tokens, forms, draft, as_json, serve_at))
 
 
-def _embedded_model() -> Path:
+def embedded_model() -> Path:
     for root in (Path(package.__file__).parent.parent, Path.cwd()):
         if (root / EMBEDDED_MODEL).exists():
             return root / EMBEDDED_MODEL

@@ -19,14 +19,16 @@ from swarm.cli.options import (
     UntilEofOption,
     settle_advertise,
 )
-from swarm.cli.registries import settle_registries
-from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
+from swarm.cli.registries import confirm, settle_registries
+from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
 from swarm.cli.slice_file import read_slice_file
 from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import ExpertSet, parse_index_set
+from swarm.ids import ExpertSet, NodeId, parse_index_set
 from swarm.registry.client import DEFAULT_REGISTRY
+from swarm.registry.publishers import Publishers, own_publishers
+from swarm.units import parse_size_bytes
 
 
 def join(
@@ -34,8 +36,9 @@ def join(
         str | None,
         typer.Option(
             "--experts",
-            metavar="SET",
-            help="Experts to hold, 0-based, inclusive: 12-19,40.",
+            metavar="SET|auto",
+            help="Experts to hold, 0-based, inclusive: 12-19,40. auto: those that the swarm is shortest of, as many as fit; "
+            "later others, should they become much scarcer.",
             show_default="all of a slice file",
         ),
     ] = None,
@@ -47,7 +50,7 @@ def join(
         typer.Option(
             "--slice",
             metavar="FILE",
-            help="Instead of --experts: a JSON file of experts by layer, as `swarm bench fanout --save` writes them.",
+            help="Instead of --experts: a JSON file of experts by layer, as `swarm split --cluster` writes them.",
             show_default=False,
         ),
     ] = None,
@@ -58,6 +61,34 @@ def join(
             metavar="FILE|NAME",
             help="A GGUF file, or a slice of `swarm split`, to take the experts from; or which model to fetch them of.",
             show_default="the registry's only model",
+        ),
+    ] = None,
+    publisher: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--publisher",
+            metavar="NODEID",
+            help="Trust the models of this node, as after a yes when asked. Repeatable.",
+            show_default="yours, this machine's, and those confirmed before",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE",
+            help="With --experts auto: most memory to use, like 8GB. A move to other experts takes twice as much for a while, "
+            "if it is free.",
+            show_default="half of what is free",
+        ),
+    ] = None,
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            "--disk",
+            metavar="SIZE",
+            help="With --experts auto: most disk space for fetched experts.",
+            show_default="nine tenths of what is free",
         ),
     ] = None,
     registry: RegistryOption = DEFAULT_REGISTRY,
@@ -74,17 +105,30 @@ def join(
 
     What a peer computes are hidden states of a public model: they reveal much of the text to whoever runs a peer.
     """
+    from peer.auto import AutoExperts
     from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
 
     folders = Folders.from_environment()
     identity = Identity.claim(folders.config, "join")
     file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
-    wanted_experts = _parse_experts(experts, layers, slice_file, is_optional=file is not None)
+    wanted_experts: frozenset[int] | ExpertSet | AutoExperts | None
+    if experts == "auto" and slice_file is None:
+        wanted_experts = AutoExperts(
+            memory_bytes=None if memory is None else parse_size_bytes(memory, "--memory"),
+            disk_bytes=None if disk is None else parse_size_bytes(disk, "--disk"),
+        )
+    elif memory is not None or disk is not None:
+        raise UserError("--memory and --disk bound what --experts auto chooses: give --experts auto, or leave them out")
+    else:
+        wanted_experts = _parse_experts(experts, layers, slice_file, is_optional=file is not None)
     wanted_layers = parse_index_set(layers, "layers") if layers else None
     advertised = settle_advertise(advertise)
+    given = own_publishers(folders.config) | {NodeId.parse(each) for each in publisher or ()}
+    publishers = Publishers(folders.config / "known_publishers", given=given, confirm=confirm)
     fault = _parse_fault(plant_fault) if plant_fault else None
     ready_said = threading.Event()
     tame_openmp()
+    give_memory_back()
 
     class Bars(Progress):
         def hashing(self, n_done: int, n_total: int) -> None:
@@ -121,6 +165,7 @@ def join(
             layers=wanted_layers,
             model_file=file,
             model=None if file else model,
+            publishers=publishers,
             host=host,
             port=port,
             advertise=advertised,
@@ -144,7 +189,9 @@ def _parse_experts(
     if experts is None and is_optional:
         return None
     if experts is None:
-        raise UserError("which experts? give --experts SET, for example --experts 0-7, or --slice FILE")
+        raise UserError(
+            "which experts? give --experts SET, for example --experts 0-7 or --experts auto, or --slice FILE"
+        )
     return parse_index_set(experts)
 
 

@@ -13,16 +13,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from swarm import __version__
-from swarm.cli.bench import app as bench_app
-from swarm.cli.demo import demo
-from swarm.cli.join import join
-from swarm.cli.peers import peers
-from swarm.cli.plan import plan
-from swarm.cli.relay import relay
+from swarm.cli.commands import COMMANDS, LazyCommands, load_command
 from swarm.cli.runtime import err, set_up_logging
-from swarm.cli.serve import serve
-from swarm.cli.split import split
-from swarm.cli.verify import verify
 from swarm.errors import SwarmError, UserError
 from swarm.files import Folders
 
@@ -30,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="swarm",
+    cls=LazyCommands,
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -37,15 +30,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Serve Mixture-of-Experts models on volunteers' machines.",
 )
-app.command()(demo)
-app.command()(join)
-app.command()(serve)
-app.command()(relay)
-app.command()(peers)
-app.command()(plan)
-app.command()(split)
-app.add_typer(bench_app)
-app.command()(verify)
 
 
 def _show_version(is_asked: bool) -> None:
@@ -104,15 +88,14 @@ def _defaults(path: Path | None) -> dict[str, Any]:
 
 def _options_of_commands() -> dict[str, dict[str, str]]:
     """Return, for each command, what its long options are called in a file and in its signature."""
-    group = typer.main.get_group(app)
     return {
         name: {
             text.lstrip("-").replace("-", "_"): parameter.name or ""
-            for parameter in command.params
+            for parameter in load_command(name).params
             for text in parameter.opts
             if not text.startswith("-") or text.startswith("--")
         }
-        for name, command in group.commands.items()
+        for name in COMMANDS
     }
 
 

@@ -59,7 +59,9 @@ async def _report(registry: str) -> dict[str, Any]:
         model_offers = [offer for offer in offers if offer.model == model]
         held = [holder for holder in holders if holder.model == model]
         reachable = [
-            holder for holder, each in zip(holders, shown, strict=True) if holder.model == model and each["up"]
+            holder
+            for holder, each in zip(holders, shown, strict=True)
+            if holder.model == model and each["up"] and not holder.is_loading
         ]
         name = (model_offers or held)[0].model_name
         offer = next((offer for offer in model_offers if _is_plausible(offer)), None)
@@ -81,6 +83,7 @@ async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore)
         "addresses": list(holder.addresses),
         "experts": [list(group) for group in holder.experts.grouped()],
         "exact_kernels": holder.exact_kernels,
+        "loading": holder.is_loading,
         "up": False,
     }
     try:
@@ -114,10 +117,16 @@ def _missing(offer: ModelOffer, holders: list[ExpertAnnouncement]) -> dict[str, 
     return missing
 
 
+def _state_of(peer: dict[str, Any]) -> str:
+    if not peer["up"]:
+        return f"down: {peer.get('error', '')}"
+    return "loading" if peer.get("loading") else "up"
+
+
 def _print_model(model: dict[str, Any]) -> None:
     table = Table(title=Text(model["name"]), title_justify="left")
     for column in ("peer", "address", "experts", "layers", "round trip", "assignments", "state"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for peer in model["peers"]:
         for layers, experts in peer["experts"]:
             rtt = peer.get("rtt_s")
@@ -128,7 +137,7 @@ def _print_model(model: dict[str, Any]) -> None:
                 layers,
                 "" if rtt is None else f"{rtt * 1000:.1f} ms",
                 str(peer.get("n_assignments", "")),
-                Text("up" if peer["up"] else f"down: {peer.get('error', '')}"),
+                Text(_state_of(peer)),
             )
     out.print(table)
     if model["missing"] is None:

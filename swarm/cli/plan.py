@@ -12,19 +12,16 @@ from rich.table import Table
 from swarm.cli.options import JsonOption
 from swarm.cli.runtime import out, print_json
 from swarm.errors import UserError
-from swarm.model.gguf_file import GgufFile
-from swarm.model.spec import is_expert_tensor, read_spec
 from swarm.plan.calibration import Calibration, parse_calibration
 from swarm.plan.planner import Plan, PlanInputs, make_plan
 from swarm.plan.roofline import Device
-from swarm.plan.shape import ModelShape, parse_shape, shape_of_model
+from swarm.plan.shape import ModelShape, parse_shape, shape_of_file
 from swarm.plan.verdict import Skipping
 from swarm.units import parse_duration_s, parse_rate_bit_s, parse_size_bytes
 
 MAX_CALIBRATION_BYTES = 64 << 20
 _FLOPS = re.compile(r"(\d{1,15}(?:\.\d{1,12})?)(M|G|T|P)FLOPS?")
 _FLOP_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_TABLE_NAME = "token_embd.weight"  # of which a step reads a row per token, unless it is the output head too
 
 
 def plan(
@@ -75,7 +72,11 @@ def plan(
     ] = "2GB",
     calibrate: Annotated[
         Path | None,
-        typer.Option("--calibrate", metavar="FILE", help="Measured steps, JSON: [{rtt_s, step_s, layers}, ...]."),
+        typer.Option(
+            "--calibrate",
+            metavar="FILE",
+            help="Measured steps: what `swarm bench sweep --record` wrote, or JSON [{rtt_s, step_s, layers}, ...].",
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -110,15 +111,7 @@ def plan(
 def _shape(model: str) -> ModelShape:
     if "=" in model and not Path(model).exists():
         return parse_shape(model)
-    with GgufFile(Path(model)) as file:
-        spec = read_spec(file)
-        table = "output.weight" in file.tensors  # else the table is the output head, and read whole
-        backbone_bytes = sum(
-            tensor.size_bytes
-            for name, tensor in file.tensors.items()
-            if not is_expert_tensor(name) and not (table and name == _TABLE_NAME)
-        )
-        return shape_of_model(spec, name=Path(model).name, backbone_bytes=backbone_bytes)
+    return shape_of_file(Path(model))
 
 
 def _calibration(path: Path) -> Calibration:

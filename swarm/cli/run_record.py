@@ -9,6 +9,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,17 @@ from swarm.files import write_atomically
 from swarm.native.library import load_library
 
 
-def finish(figures: dict[str, Any], as_json: bool, record: Path | None) -> None:
-    """Show the figures, and write them to `record` if given."""
+def finish(
+    figures: dict[str, Any],
+    as_json: bool,
+    record: Path | None,
+    *,
+    tables: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:
+    """Show the figures, and write them to `record` if given.
+
+    `tables`: lists of objects to show beneath, by name, and which of their values under which heading; the JSON has all.
+    """
     if record is not None:
         write_run_record(record, figures)
     if as_json:
@@ -37,6 +47,17 @@ def finish(figures: dict[str, Any], as_json: bool, record: Path | None) -> None:
         elif not isinstance(value, list):
             table.add_row(name, _shown(value))
     out.print(table)
+    for name, columns in (tables or {}).items():
+        _print_rows(name, columns, figures[name])
+
+
+def _print_rows(name: str, columns: Mapping[str, str], rows: Sequence[Mapping[str, Any]]) -> None:
+    table = Table(title=name, title_justify="left", box=None, padding=(0, 1))
+    for heading in columns.values():
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(_shown(row[column]) for column in columns))
+    out.print(table)
 
 
 def _shown(value: object) -> str:
@@ -47,7 +68,7 @@ def write_run_record(path: Path, figures: dict[str, Any]) -> None:
     """Write what was measured, and everything needed to judge or repeat it."""
     library = load_library()
     record = {
-        "command": shlex.join(["swarm", *sys.argv[1:]]),
+        "command": shlex.join(["swarm", *map(_without_folder, sys.argv[1:])]),
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": {
@@ -60,6 +81,14 @@ def write_run_record(path: Path, figures: dict[str, Any]) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(record, indent=1).encode() + b"\n")
+
+
+def _without_folder(argument: str) -> str:
+    """Return an argument as it was, but of an absolute path its name alone: where things lie is this machine's business."""
+    option, equals, value = argument.partition("=")
+    if equals and option.startswith("-"):
+        return f"{option}={_without_folder(value)}"
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _processor() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
@@ -33,6 +34,11 @@ SPIN_COUNT = (
     "1000"  # measured (DESIGN section 8): costs a lone process 5 %, keeps two busy ones from stopping each other
 )
 
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+# Larger arrays are mapped, so that they go back to the system when they are freed. glibc begins with 128 KB and moves up to
+# 32 MB: a prompt of 512 tokens left 25 to 50 MB of freed rows resident in each process, at a peak 8 MB higher (measured).
+MAPPED_FROM_BYTES = 1 << 20
+
 
 def set_up_logging(verbosity: int) -> None:
     """Send logs to stderr: warnings, with -v information, with -vv all."""
@@ -49,6 +55,15 @@ def set_up_logging(verbosity: int) -> None:
 def tame_openmp() -> None:
     """Bound how long idle OpenMP threads spin; must come before the engine library is loaded."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+
+
+def give_memory_back() -> None:
+    """Let large arrays go back to the system as soon as they are freed, where the C library can be told so (glibc)."""
+    if not sys.platform.startswith("linux") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:

@@ -26,11 +26,12 @@ from swarm.cli.options import (
     settle_advertise,
 )
 from swarm.cli.registries import settle_registries
-from swarm.cli.runtime import ProgressBars, out, print_json, run_daemon, tame_openmp
+from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
 from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.gate.stored import WireChoice, asked_wire, choose_wire, engine_name, load_result
 from swarm.gateway.app import create_app
+from swarm.gateway.peer_map import map_of
 from swarm.identity import Identity
 from swarm.ids import ModelId, format_index_set
 from swarm.interruptible import run_interruptibly
@@ -69,6 +70,19 @@ def serve(
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
     exact_kernels: ExactKernelsOption = False,
+    last_resort: Annotated[
+        bool,
+        typer.Option(
+            "--last-resort",
+            help="Compute experts here, from the model file, while no peer answers for them: slow, but no error.",
+        ),
+    ] = False,
+    histogram: Annotated[
+        bool,
+        typer.Option(
+            help="Tell the registry how often each expert is chosen (counts, no text), so that volunteers hold what is wanted.",
+        ),
+    ] = True,
     allow_host: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +103,7 @@ def serve(
     gateway_address = parse_address(gateway, allow_any_port=True)
     advertised = settle_advertise(advertise)
     tame_openmp()
+    give_memory_back()
 
     async def main() -> None:
         registries = await settle_registries(registry, folders)
@@ -98,6 +113,8 @@ def serve(
                 bars.update("hashing the model", n_done, n_total, is_bytes=True)
 
             with await run_interruptibly(lambda check: prepare_model(model, folders, progress, check)) as prepared:
+                if last_resort and prepared.file is None:
+                    raise UserError("--last-resort needs the whole model file: this one has no experts")
                 choice = await asyncio.to_thread(_choose_wire, asked, prepared.manifest.model_id, folders)
                 config = BackboneConfig(
                     registry=registries,
@@ -109,6 +126,8 @@ def serve(
                     advertise=advertised,
                     engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
                     n_draft=draft,
+                    last_resort=last_resort,
+                    shares_histogram=histogram,
                 )
                 async with open_backbone(config, identity, prepared=prepared) as running:
                     await _serve_http(running, gateway_address, as_json, bars, choice, ready.set, allow_host or ())
@@ -169,7 +188,12 @@ async def start_gateway(
         UserError: the port is taken.
     """
     allowed = allow_hosts if is_loopback(address[0]) else None
-    app = create_app(running.backbone, status=lambda: gateway_status(running), allowed_hosts=allowed)
+    app = create_app(
+        running.backbone,
+        status=lambda: gateway_status(running),
+        allowed_hosts=allowed,
+        peer_map=lambda: map_of(running),
+    )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
     await runner.setup()
     try:

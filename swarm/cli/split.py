@@ -7,18 +7,30 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from swarm.cli.options import ThreadsOption
+from swarm.cli.runtime import tame_openmp
+from swarm.cli.slice_file import read_slice_file, write_slice_file
 from swarm.errors import UserError
 from swarm.files import Folders, write_atomically
 from swarm.ids import ExpertSet, format_index_set, parse_index_set
@@ -28,6 +40,7 @@ from swarm.model.slices import plan_backbone, plan_slice, write_plan
 from swarm.model.spec import ModelSpec
 
 MAX_NAME = 80  # characters of a slice's file name before its set is shortened to a hash; file systems allow 255
+N_CLUSTER_TOKENS = 20_480  # of the text: what docs/fanout.md was measured with
 PLAIN_LINE_EVERY_S = 2.0  # chosen: a log stays readable
 
 
@@ -38,6 +51,8 @@ class SplitConfig:
     Attributes:
         experts, layers: index sets as typed; None takes all.
         parts: slice files to cut the chosen experts into; 0 writes none.
+        cluster: a text; each part holds experts that the model often chooses together on it.
+        slices: files of sets to cut, as `swarm bench fanout --save` writes them.
     """
 
     model: Path
@@ -45,6 +60,9 @@ class SplitConfig:
     experts: str | None = None
     layers: str | None = None
     parts: int = 1
+    cluster: Path | None = None
+    slices: tuple[Path, ...] = ()
+    n_threads: int = 1
     force: bool = False
 
 
@@ -59,7 +77,7 @@ class SplitFile:
 
 
 def split(
-    model: Annotated[Path, typer.Argument(help="The whole model, a GGUF file.", show_default=False)],
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="The whole model, a GGUF file.", show_default=False)],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write into; made if missing.")],
     experts: Annotated[
         str | None,
@@ -73,11 +91,39 @@ def split(
         int,
         typer.Option("--parts", metavar="N", min=0, help="Slice files to cut the experts into; 0: no slices."),
     ] = 1,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            "--cluster",
+            metavar="TEXT",
+            help="Cut so that experts often chosen together share a slice, learned from this text: the whole model runs here.",
+            show_default="ranges of experts",
+        ),
+    ] = None,
+    slices: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--slice",
+            metavar="FILE",
+            help="Cut the sets of this file instead, as `swarm bench fanout --save` writes them. Repeatable.",
+        ),
+    ] = None,
+    threads: ThreadsOption = 1,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier split.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Cut a model into backbone.gguf (all but the experts), manifest.json (hashes) and expert slice files."""
-    config = SplitConfig(model=model, out=out, experts=experts, layers=layers, parts=parts, force=force)
+    config = SplitConfig(
+        model=model,
+        out=out,
+        experts=experts,
+        layers=layers,
+        parts=parts,
+        cluster=cluster,
+        slices=tuple(slices or ()),
+        n_threads=threads,
+        force=force,
+    )
     manifest, files = run_split(config, Console(stderr=True))
     if as_json:
         typer.echo(json.dumps(_as_json(manifest, files)))
@@ -87,13 +133,14 @@ def split(
     table.add_column("size", justify="right")
     table.add_column("holds")
     for file in files:
-        holds = str(file.experts) if len(file.experts) else file.kind
-        table.add_row(file.path.name, decimal(file.size_bytes), holds)
+        table.add_row(file.path.name, decimal(file.size_bytes), _holds(file))
     Console().print(table)
     typer.echo(f"Serve it with: swarm serve --model {out / 'backbone.gguf'}")
-    slices = [file.path for file in files if file.kind == "slice"]
-    if slices:
-        typer.echo(f"A peer holds a slice with: swarm join --model {slices[0]}")
+    kinds = {file.kind: file.path for file in reversed(files)}
+    if "slice" in kinds:
+        typer.echo(f"A peer holds a slice with: swarm join --model {kinds['slice']}")
+    if "set" in kinds:
+        typer.echo(f"or fetches it from whoever serves the whole model: swarm join --slice {kinds['set']}")
 
 
 def run_split(config: SplitConfig, console: Console) -> tuple[Manifest, list[SplitFile]]:
@@ -117,11 +164,13 @@ def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Con
     spec = manifest.spec
     nothing = ExpertSet({})
     plans = [("backbone.gguf", "backbone", nothing, plan_backbone(file, manifest))]
-    for part in cut(choose(spec, config.experts, config.layers), config.parts):
-        plans.append((slice_name(spec, part), "slice", part, plan_slice(file, manifest, part)))
+    parts = _parts(config, spec, console)
+    for name, part in parts:
+        plans.append((name, "slice", part, plan_slice(file, manifest, part)))
+    sets = [(config.out / name).with_suffix(".json") for name, _ in parts] if config.cluster else []
 
     manifest_path = config.out / "manifest.json"
-    for path in (*(config.out / name for name, *_ in plans), manifest_path):
+    for path in (*(config.out / name for name, *_ in plans), *sets, manifest_path):
         if not path.exists():
             continue
         if path.samefile(config.model):
@@ -139,10 +188,55 @@ def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Con
         with _shown(console, f"writing {name}") as progress:
             write_plan(plan, file, manifest, config.out / name, progress)
         files.append(SplitFile(path=config.out / name, kind=kind, size_bytes=plan.size_bytes, experts=experts))
+    for path, (_, part) in zip(sets, parts, strict=False):  # none, or one for each part
+        write_slice_file(path, part)
+        files.append(SplitFile(path=path, kind="set", size_bytes=path.stat().st_size, experts=part))
     write_atomically(manifest_path, manifest.to_bytes())  # last: where it is, the rest is whole
     size = len(manifest.to_bytes())
     files.append(SplitFile(path=manifest_path, kind="manifest", size_bytes=size, experts=nothing))
     return files
+
+
+def _parts(config: SplitConfig, spec: ModelSpec, console: Console) -> list[tuple[str, ExpertSet]]:
+    """Return the slices to write, with the names of their files."""
+    if (config.cluster or config.slices) and (config.experts or config.layers):
+        raise UserError("--experts and --layers cut ranges: leave them out with --cluster and --slice")
+    if config.slices:
+        if config.cluster or config.parts != 1:
+            raise UserError("--slice says what to cut: leave --parts and --cluster out")
+        named = {f"{path.stem}.gguf": read_slice_file(path) for path in config.slices}
+        if len(named) < len(config.slices):
+            raise UserError("two --slice files have the same name; their slices would too")
+        for part in named.values():
+            spec.require_experts(part)
+        return list(named.items())
+    if config.cluster is not None:
+        width = len(str(config.parts - 1))
+        parts = _clustered(config, spec, config.cluster, console)
+        return [(f"cluster-{index:0{width}}.gguf", part) for index, part in enumerate(parts)]
+    parts = cut(choose(spec, config.experts, config.layers), config.parts)
+    return [(slice_name(spec, part), part) for part in parts]
+
+
+def _clustered(config: SplitConfig, spec: ModelSpec, text: Path, console: Console) -> list[ExpertSet]:
+    """Return parts whose experts are often chosen together on the text."""
+    from swarm.bench.fanout import FanoutOptions, record_choices
+    from swarm.dispatch.fanout import clustered_shares, co_activation
+
+    if not 2 <= config.parts <= spec.n_expert:
+        raise UserError(
+            f"--cluster needs --parts N, one for each peer: got {config.parts}, expected 2 to {spec.n_expert}"
+        )
+    if not text.is_file():
+        raise UserError(f"no such text file: {text}")
+    tame_openmp()
+    options = FanoutOptions(
+        model=config.model, text=text, n_peers=(config.parts,), n_tokens=N_CLUSTER_TOKENS, n_threads=config.n_threads
+    )
+    with _shown(console, f"reading {text.name}", "{} windows".format) as progress:
+        choices = record_choices(options, spec.moe_layers, progress)  # [L, T, K]
+    counts = np.stack([co_activation(topk_ids, spec.n_expert) for topk_ids in choices])  # [L, E, E]
+    return clustered_shares(counts, config.parts, spec.moe_layers)
 
 
 def choose(spec: ModelSpec, experts: str | None, layers: str | None) -> ExpertSet:
@@ -177,6 +271,13 @@ def slice_name(spec: ModelSpec, experts: ExpertSet) -> str:
     return name + ".gguf"
 
 
+def _holds(file: SplitFile) -> str:
+    if not len(file.experts):
+        return file.kind
+    groups = file.experts.grouped()
+    return str(file.experts) if len(groups) == 1 else f"{len(file.experts)} experts, others in each layer"
+
+
 def _as_json(manifest: Manifest, files: list[SplitFile]) -> dict[str, Any]:
     return {
         "model_id": str(manifest.model_id),
@@ -193,8 +294,11 @@ def _as_json(manifest: Manifest, files: list[SplitFile]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _shown(console: Console, what: str) -> Iterator[Progress]:
-    """Yield a progress callback that draws a bar, or prints a line now and then where there is no terminal."""
+def _shown(console: Console, what: str, shown: Callable[[int], str] = decimal) -> Iterator[Progress]:
+    """Yield a progress callback that draws a bar, or prints a line now and then where there is no terminal.
+
+    `shown` writes a number of what is counted; by default bytes.
+    """
     if not console.is_terminal:
         next_line_s = time.monotonic() + PLAIN_LINE_EVERY_S
 
@@ -202,11 +306,12 @@ def _shown(console: Console, what: str) -> Iterator[Progress]:
             nonlocal next_line_s
             if done == total or time.monotonic() >= next_line_s:
                 next_line_s = time.monotonic() + PLAIN_LINE_EVERY_S
-                console.print(f"{what}: {decimal(done)} of {decimal(total)}", highlight=False, soft_wrap=True)
+                console.print(f"{what}: {shown(done)} of {shown(total)}", highlight=False, soft_wrap=True)
 
         yield print_line
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
+    columns += [DownloadColumn(), TransferSpeedColumn()] if shown is decimal else [MofNCompleteColumn()]
     with Bar(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

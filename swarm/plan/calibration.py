@@ -1,7 +1,7 @@
 """A fit of measured decode steps: step = a + trips x RTT x layers, and the points it was made from.
 
-The file holds what a sweep of `swarm bench decode` measured on one model: a JSON list of points, or an object with
-that list under `points`.
+The file holds what `swarm bench sweep` measured on one model: a JSON list of points, an object with that list under `points`, or
+a run record with such an object under `figures`.
 
     {"points": [{"rtt_s": 0.001, "step_s": 0.031, "layers": 16}, ...], "rate_bit_s": 1e9, "n_tokens": 1}
 
@@ -112,6 +112,8 @@ def parse_calibration(text: str) -> Calibration:
     """Return the fit of a calibration file's content. Raises UserError."""
     try:
         content = json.loads(text)
+        if isinstance(content, dict) and isinstance(content.get("figures"), dict):
+            content = content["figures"]
         header = content if isinstance(content, dict) else {}
         listed = header.get("points") if header else content
         if not isinstance(listed, list) or not 0 < len(listed) <= MAX_POINTS:

@@ -344,7 +344,7 @@ def _modelled_step(inputs: PlanInputs) -> Step:
     touch, asked = _asked(inputs)
     layer = LayerTime(
         rtt_s=slowest_rtt_s(inputs.rtts_s if len(inputs.rtts_s) > 1 else inputs.rtts_s * len(inputs.groups), touch),
-        transfer_s=star_transfer_s(_wire_cost(inputs, inputs.wire), asked, inputs.rate_bit_s),
+        transfer_s=star_transfer_s(_wire_cost(inputs, inputs.wire), asked, inputs.rate_bit_s, inputs.software_s),
         compute_s=_busiest_s(inputs, len(inputs.groups), inputs.local_share),
         software_s=inputs.software_s,
     )

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from swarm.errors import UserError
-from swarm.model.spec import MAX_DIM, MAX_EXPERTS, MAX_LAYERS, ModelSpec
+from swarm.model.gguf_file import GgufFile
+from swarm.model.spec import MAX_DIM, MAX_EXPERTS, MAX_LAYERS, ModelSpec, is_expert_tensor, read_spec
 
 N = TypeVar("N", int, float)
 
@@ -30,6 +32,7 @@ MAX_BYTES = 16.0  # bytes of a value or a weight: nothing wider than complex128
 MATRICES = 3  # of one expert: gate, up, down; each D x F
 Q8_0 = 8  # ggml's number; assumed of a model that is only a list of dimensions
 ENGINE_VALUE_BYTES = 4.0  # llama.cpp's hidden states are f32
+TABLE_NAME = "token_embd.weight"  # of which a step reads a row per token, unless it is the output head too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +158,19 @@ def shape_of_model(spec: ModelSpec, *, name: str, backbone_bytes: float) -> Mode
         backbone_bytes=backbone_bytes,
         ggml_types=tuple(sorted({each.ggml_type for each in tensors if each.kind != "down"})),
     )
+
+
+def shape_of_file(path: Path) -> ModelShape:
+    """Return the shape of a whole GGUF file. Raises UserError."""
+    with GgufFile(path) as file:
+        spec = read_spec(file)
+        has_head = "output.weight" in file.tensors  # else the table is the output head, and read whole
+        backbone_bytes = sum(
+            tensor.size_bytes
+            for name, tensor in file.tensors.items()
+            if not is_expert_tensor(name) and not (has_head and name == TABLE_NAME)
+        )
+        return shape_of_model(spec, name=path.name, backbone_bytes=backbone_bytes)
 
 
 _SPELLED = ("d", "E", "k", "ff", "b", "bw", "layers", "shared", "vocab", "attn")

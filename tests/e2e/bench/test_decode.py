@@ -56,6 +56,23 @@ async def test_without_drafts_every_token_costs_its_round_trips() -> None:
     json.dumps(figures)
 
 
+async def test_a_second_backbone_decodes_the_same_tokens_without_overlap() -> None:
+    options = DecodeOptions(
+        model=MODEL,
+        n_peers=2,
+        wire=parse_wire("f32"),
+        paths=PathOptions(),
+        n_tokens=4,
+        n_repetitions=2,
+        compares_overlap=True,
+    )
+    figures = await measure_decode(options, lambda done, total: None)
+    assert figures["overlap_s_per_token"] == pytest.approx(figures["step_s"], rel=0.5)
+    assert figures["waiting_s_per_token"] > 0
+    assert len(figures["overlap_speedups"]) == 2
+    assert figures["round_trips_per_token"] == N_LAYERS, "the other backbone's layers are not counted"
+
+
 async def test_peers_that_hold_other_experts_in_each_layer_serve_a_model(tmp_path: Path) -> None:
     files = []
     for index in range(2):

@@ -43,3 +43,18 @@ async def test_the_bytes_of_one_destination_are_those_of_the_codecs_and_little_m
     assert 6481 < total <= 7000, "headers, acknowledgements and QUIC included"
     assert figures["bytes_all_destinations"] == pytest.approx(total)
     assert 0 < figures["compute_s"] < figures["p50_s"]
+
+
+async def test_a_serial_chain_takes_the_sum_of_what_the_star_waits_for_at_once(tmp_path: Path) -> None:
+    shape = ["--d-model", "64", "--n-experts", "8", "--experts-used", "4", "--ff", "32", "--peers", "2"]
+    paths = ["--rtt", "20ms,40ms", "--serial", "--dispatches", "4"]
+    code, out, err = await run("-m", "swarm", "bench", "dispatch", *shape, *paths, "--json", home=tmp_path)
+    assert code == 0, err
+    figures = json.loads(out)
+    assert figures["destinations_per_token"] == 2, "only tokens that need every peer"
+    assert 0.04 <= figures["slowest_rtt_s"] < 0.1
+    assert figures["p50_s"] >= 0.04
+    assert figures["serial_p50_s"] >= 0.06, "one after the other"
+    assert figures["star_over_slowest"] == pytest.approx(figures["p50_s"] / figures["slowest_rtt_s"])
+    # Both rows of one token: what the chain moved is not in the star's bytes.
+    assert figures["bytes_out_per_token_layer"] < 250

@@ -34,3 +34,25 @@ async def test_chunked_and_whole_prefills_move_the_same_rows(tmp_path: Path) -> 
     assert math.isclose(figures["chunked_over_unchunked"], sum(figures["ratios"]) / 2)
     assert figures["tokens_per_s"] > 0
     assert figures["sweep"] == []
+
+
+async def test_on_a_slow_path_chunks_do_not_cost_time(tmp_path: Path) -> None:
+    path = write_synthetic_moe(
+        tmp_path / "small.gguf", n_embd=512, n_layers=3, n_expert=4, n_expert_used=2, n_ff_exp=32
+    )
+    options = PrefillOptions(
+        model=path,
+        n_peers=1,
+        wire=parse_wire("f32"),
+        paths=PathOptions(rtts_s=(0.02,), rate_bit_s=100e6),
+        n_tokens=256,
+        n_repetitions=5,
+        sweep_bit_s=(50e6,),
+    )
+    figures = await measure_prefill(options, lambda done, total: None)
+    assert figures["n_batches_per_layer"] > 3 * figures["unchunked"]["n_batches_per_layer"]
+    # 42 ms of bytes each way, one after the other or at once: 1.33 to 1.38 on a quiet machine. A single one may suffer.
+    assert max(figures["ratios"]) > 0.9
+    assert figures["step_s"] > figures["bytes_s"]
+    assert figures["emulator"]["n_delivered"] > 2 * 256 * 2048 * 2 / 1232
+    assert [(each["n_tokens"], each["rate_bit_s"]) for each in figures["sweep"]] == [(64, 50e6), (256, 50e6)]

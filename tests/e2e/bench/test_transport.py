@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.bench.transport import measure_latency, measure_star
-from swarm.emulation.path import PathSpec
+from swarm.bench.transport import measure_star
 
 
 async def test_a_star_is_measured_three_ways() -> None:
@@ -15,17 +14,3 @@ async def test_a_star_is_measured_three_ways() -> None:
     assert 2200 < report.bytes_out_per_member < 2400
     assert 2200 < report.bytes_back_per_member < 2400
     assert set(report.as_json()) >= {"ratio", "endpoint_p50_s", "quic_star_p50_s", "udp_star_p50_s"}
-
-
-async def test_latency_is_measured_beside_the_round_trip() -> None:
-    report = await measure_latency(size_out=3300, size_back=3300, spec=PathSpec(delay_s=0.01), n=5, n_echoes=3)
-    assert report.n_failed == 0
-    assert report.repair_share == 0
-    assert 0.02 <= report.rtt_s < 0.2
-    assert 0.02 <= report.p50_s < 0.2
-    assert report.as_json()["p50_rtt"] == report.p50_s / report.rtt_s
-
-
-async def test_on_a_lossy_path_copies_are_counted() -> None:
-    report = await measure_latency(size_out=12_288, size_back=3300, spec=PathSpec(delay_s=0.01, loss=0.2), n=20)
-    assert report.repair_share > 0

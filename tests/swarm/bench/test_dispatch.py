@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from swarm.bench.dispatch import DispatchOptions, draw_choices
+from swarm.errors import UserError
 from swarm.wire.rows import parse_wire
 
 
@@ -21,3 +22,11 @@ def test_rows_choose_distinct_experts_by_the_law_asked_for(skew: float, hottest:
     np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-5)
     share = (ids == 0).any(axis=1).mean()  # of rows that meet the hottest expert
     assert share == pytest.approx(hottest, abs=0.06)
+
+
+@pytest.mark.parametrize("bad", [{"n_tokens": 2}, {"n_peers": 9}])
+def test_a_serial_chain_needs_one_token_that_can_meet_every_peer(bad: dict[str, int]) -> None:
+    wire = parse_wire("q8/f16")
+    assert DispatchOptions(wire=wire, compares_serial=True, n_peers=8).compares_serial
+    with pytest.raises(UserError, match="a serial chain is measured with one token that needs every peer"):
+        DispatchOptions(wire=wire, compares_serial=True, **bad)

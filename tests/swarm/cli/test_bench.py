@@ -10,11 +10,17 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from swarm.bench.decode import DecodeOptions
+from swarm.bench.dispatch import DispatchOptions
 from swarm.bench.fanout import Fanout, FanoutOptions
+from swarm.bench.latency import LatencyOptions, LatencyReport, Tail
+from swarm.bench.sweep import SweepOptions
+from swarm.bench.testbed import PathOptions
+from swarm.bench.wire_bytes import WireBytesOptions
 from swarm.cli import bench
 from swarm.cli.slice_file import read_slice_file
 from swarm.errors import UserError
 from swarm.ids import ExpertSet
+from swarm.wire.rows import parse_wire
 
 SHARES = [ExpertSet({0: frozenset({0, 3}), 1: frozenset({1})}), ExpertSet({0: frozenset({1}), 1: frozenset({0, 3})})]
 FIGURES = {
@@ -33,6 +39,8 @@ FIGURES = {
         }
     ],
 }
+
+TAIL = Tail(n=40, n_failed=0, rtt_s=0.08, p50_s=0.08, p95_s=0.1, p99_s=0.16, max_s=0.2, repair_share=0.5)
 
 
 @pytest.fixture
@@ -58,6 +66,44 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return {"tokens_per_s": 3.0}
 
     monkeypatch.setattr(bench, "measure_fanout", fanout)
+
+    async def dispatch(asked: DispatchOptions, model: Path, progress: Any) -> dict[str, Any]:
+        options.append(asked)
+        return {"p50_s": 0.1}
+
+    async def wire_bytes(asked: WireBytesOptions, model: Path, progress: Any) -> dict[str, Any]:
+        options.append(asked)
+        return {
+            "rows": [dict.fromkeys(bench.BYTES_COLUMNS, 1.0) | {"wire": "q8/f16", "bytes_all_destinations": 9827.0}]
+        }
+
+    async def sweep(asked: SweepOptions, progress: Any) -> dict[str, Any]:
+        options.append(asked)
+        return {
+            "points": [dict.fromkeys(bench.SWEEP_COLUMNS, 0.125)],
+            "rates": [dict.fromkeys(bench.RATE_COLUMNS, 0.5)],
+        }
+
+    async def latency(asked: LatencyOptions, progress: Any) -> LatencyReport:
+        options.append(asked)
+        return LatencyReport(
+            size_bytes=asked.size_bytes,
+            loss=asked.loss,
+            silence_s=asked.silence_s,
+            n_fresh=asked.n_fresh,
+            n_connections=asked.n_connections,
+            rtt_s=0.08,
+            first_s=0.082,
+            after_silence_s=0.084,
+            lossy=TAIL if asked.n_lossy else None,
+            control=TAIL if asked.n_lossy else None,
+        )
+
+    monkeypatch.setattr(bench, "measure_dispatch", dispatch)
+    monkeypatch.setattr(bench, "measure_wire_bytes", wire_bytes)
+    monkeypatch.setattr(bench, "measure_sweep", sweep)
+    monkeypatch.setattr(bench, "measure_latency", latency)
+    monkeypatch.setattr(bench, "synthetic_file", lambda model: Path("synthetic.gguf"))
     monkeypatch.setattr(bench, "measure_decode", decode)
     monkeypatch.setattr(bench, "tame_openmp", lambda: None)
     return options
@@ -99,9 +145,56 @@ def test_decode_drafts_only_when_asked(asked: list[Any], files: tuple[str, str])
     assert (asked[1].n_draft, asked[1].text, asked[1].n_prompt) == (8, Path(text), 99)
 
 
+def test_comparisons_are_measured_only_when_asked(asked: list[Any], files: tuple[str, str]) -> None:
+    assert run("decode", "--model", files[0]).exit_code == 0
+    assert run("decode", "--model", files[0], "--compare-overlap").exit_code == 0
+    assert run("dispatch").exit_code == 0
+    assert run("dispatch", "--serial", "--peers", "4", "--rtt", "20ms,80ms").exit_code == 0
+    assert [each.compares_overlap for each in asked[:2]] == [False, True]
+    assert [each.compares_serial for each in asked[2:]] == [False, True]
+    assert asked[3].paths.rtts_s == (0.02, 0.08)
+
+
+def test_bytes_are_measured_of_both_kinds_of_slices_by_default(asked: list[Any]) -> None:
+    result = run("bytes")
+    assert result.exit_code == 0, result.output
+    assert asked[0] == WireBytesOptions(wires=(parse_wire("q8"), parse_wire("q8/f16")))
+    assert "9827" in result.stdout
+    assert run("bytes", "--peers", "8,2", "--slices", "clustered", "--wire", "f16", "--d-model", "256").exit_code == 0
+    assert (asked[1].n_peers, asked[1].slices, asked[1].d_model) == ((2, 8), ("clustered",), 256)
+    assert [str(wire) for wire in asked[1].all_wires] == ["exact", "f16"]
+
+
+def test_a_sweep_takes_round_trips_and_rates_fastest_first(asked: list[Any], files: tuple[str, str]) -> None:
+    result = run("sweep", "--model", files[0])
+    assert result.exit_code == 0, result.output
+    assert (asked[0].rtts_s, asked[0].rates_bit_s) == ((0.001, 0.005, 0.02, 0.05, 0.1), (1e9, 1e8, 1e7))
+    assert asked[0].paths == PathOptions(rtts_s=(0.03,))
+    assert "0.125" in result.stdout
+    run("sweep", "--model", files[0], "--rtts", "2ms", "--rates", "5Mbit,1Gbit", "--rtt", "9ms", "--peers", "1")
+    assert (asked[1].rtts_s, asked[1].rates_bit_s) == ((0.002,), (1e9, 5e6))
+    assert (asked[1].paths.rtts_s, asked[1].n_peers) == ((0.009,), 1)
+
+
+def test_transport_measures_each_size_and_shows_round_trips(asked: list[Any]) -> None:
+    result = run("transport", "--members", "0", "--dispatches", "40")
+    assert result.exit_code == 0, result.output
+    assert asked == [LatencyOptions(size_bytes=size, loss=0.01, n_lossy=40) for size in (12_000, 49_000)]
+    for text in ("after silence", "1.025", "1.05", "lossy", "control", "2"):
+        assert text in result.stdout
+    result = run("transport", "--members", "0", "--dispatches", "0", "--size", "1KB", "--json")
+    assert json.loads(result.stdout)["latency"][0]["lossy"] is None
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("bytes", "--slices", "random"),
+        ("bytes", "--peers", "4,500"),
+        ("dispatch", "--serial", "--peers", "9"),
+        ("sweep", "--rtts", "fast"),
+        ("sweep", "--rates", "10"),
+        ("transport", "--size", "big"),
         ("decode", "--model", "none.gguf"),
         ("decode", "--model", "{model}", "--text", "none.txt"),
         ("fanout", "--model", "none.gguf", "--text", "{text}"),

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 import peer.daemon
 import swarm.cli.join as join_module
+from peer.auto import AutoExperts
 from peer.daemon import PeerConfig, PeerReady
 from swarm import identity
 from swarm.cli.join import join
@@ -99,6 +100,13 @@ def test_a_file_may_say_by_itself_what_to_hold() -> None:
     assert isinstance(run("--model", "tiny").exception, UserError), "a name does not"
 
 
+def test_auto_takes_what_fits_a_budget() -> None:
+    assert config_of("--experts", "auto").experts == AutoExperts()
+    config = config_of("--experts", "auto", "--memory", "8GB", "--disk", "500MB", "--layers", "1-2")
+    assert config.experts == AutoExperts(memory_bytes=8 * 10**9, disk_bytes=500 * 10**6)
+    assert config.layers == {1, 2}
+
+
 def test_an_advertised_host_is_resolved() -> None:
     assert config_of("--experts", "0", "--advertise", "localhost:4000").advertise == "127.0.0.1:4000"
 
@@ -113,6 +121,10 @@ def test_an_advertised_host_is_resolved() -> None:
         ["--slice", "none.json", "--layers", "0"],
         ["--experts", "nine"],
         ["--experts", "9-3"],
+        ["--experts", "auto", "--memory", "8"],
+        ["--experts", "auto", "--slice", "none.json"],
+        ["--experts", "0-3", "--memory", "8GB"],
+        ["--model", "slice.gguf", "--disk", "8GB"],
         ["--experts", "0", "--layers", "x"],
         ["--experts", "0", "--advertise", "192.0.2.1"],
         ["--experts", "0", "--registry", "nowhere"],

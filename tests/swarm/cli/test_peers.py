@@ -103,6 +103,7 @@ def test_a_peer_that_answers_is_up_and_says_what_it_did() -> None:
         "addresses": ["10.0.0.1:1"],
         "experts": [["1", "0-1"]],
         "exact_kernels": True,
+        "loading": False,
         "up": True,
         "rtt_s": None,
         "n_assignments": 7,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarm.cli import registries
-from swarm.cli.registries import KnownRegistries, _confirm, settle_registries
+from swarm.cli.registries import KnownRegistries, confirm, settle_registries
 from swarm.errors import DeadlineExceeded, SwarmError, UserError, VersionRefused
 from swarm.files import Folders
 from swarm.identity import Identity
@@ -110,7 +110,7 @@ def test_a_node_that_nobody_confirms_is_refused_with_the_way_to_trust_it(tmp_pat
 
 def test_without_a_terminal_nobody_confirms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
-    assert _confirm("trust it?") is False
+    assert confirm("trust it?") is False
 
 
 @pytest.mark.parametrize("error", [DeadlineExceeded("no answer within 4 s"), VersionRefused("wire versions")])

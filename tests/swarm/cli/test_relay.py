@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -14,6 +15,8 @@ import relay.daemon
 import swarm.cli.relay as relay_command
 from relay.daemon import RelayReady
 from swarm.cli.main import app
+from swarm.errors import UserError
+from swarm.identity import Identity
 
 NODE = "n" * 52
 
@@ -32,7 +35,7 @@ class Daemon:
     def __init__(self, config: relay.daemon.RelayConfig, identity: object) -> None:
         type(self).config = config
 
-    def run(self, on_ready: Callable[[RelayReady], None]) -> None:
+    async def run(self, on_ready: Callable[[RelayReady], None]) -> None:
         on_ready(self.ready)
 
 
@@ -43,14 +46,14 @@ def relay_says(monkeypatch: pytest.MonkeyPatch, *options: str, address: str, pub
     )
     monkeypatch.setattr(Daemon, "ready", ready, raising=False)
     monkeypatch.setattr(relay.daemon, "RelayDaemon", Daemon)
-    monkeypatch.setattr(relay_command, "run_daemon", _run_nothing)
+    monkeypatch.setattr(relay_command, "run_daemon", _run)
     result = CliRunner().invoke(app, ["relay", *options])
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
-def _run_nothing(main: Coroutine[Any, Any, None], **options: object) -> None:
-    pass
+def _run(main: Coroutine[Any, Any, None], **options: object) -> None:
+    asyncio.run(main)
 
 
 def test_others_are_told_the_public_address_and_the_loopback_one_is_for_this_machine(
@@ -92,3 +95,23 @@ def test_json_has_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_advertise_reaches_the_daemon_as_it_is_given(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     relay_says(monkeypatch, "--advertise", where, address="127.0.0.1:7440", public=where, is_local=False)
     assert Daemon.config.advertise == where
+
+
+def test_ring_store_and_publishers_reach_the_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = (Identity.from_seed(bytes([n]) * 32).node_id for n in (1, 2))
+    options = ["--ring", f"swarm://{a}@192.0.2.1:7440,127.0.0.1:7441", "--store", "never", "--publishers", f"{a}, {b}"]
+    relay_says(monkeypatch, *options, address="127.0.0.1:7440", public=None, is_local=True)
+    assert [(each.address, each.node) for each in Daemon.config.ring] == [
+        (("192.0.2.1", 7440), a),
+        (("127.0.0.1", 7441), None),
+    ]
+    assert Daemon.config.store is relay.daemon.Store.NEVER
+    assert Daemon.config.publishers == {a, b}
+    relay_says(monkeypatch, address="127.0.0.1:7440", public=None, is_local=True)
+    assert (Daemon.config.ring, Daemon.config.publishers) == ((), None)
+
+
+@pytest.mark.parametrize("option", [("--store", "sometimes"), ("--publishers", "me"), ("--ring", "nowhere")])
+def test_what_cannot_be_read_is_the_users_mistake(option: tuple[str, str]) -> None:
+    result = CliRunner().invoke(app, ["relay", *option])
+    assert isinstance(result.exception, UserError)

@@ -6,9 +6,13 @@ import asyncio
 import json
 import logging
 import os
+import platform
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -253,3 +257,23 @@ def test_a_spin_count_that_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("GOMP_SPINCOUNT")
     tame_openmp()
     assert os.environ["GOMP_SPINCOUNT"] == runtime.SPIN_COUNT
+
+
+def test_freed_arrays_go_back_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = """if True:
+        import ctypes
+        from swarm.cli.runtime import give_memory_back
+        give_memory_back()
+        libc = ctypes.CDLL(None)
+        libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+        libc.free(libc.malloc(30 << 20))  # from here on glibc would keep blocks of up to 30 MB
+        block = libc.malloc(8 << 20)
+        where = [line for line in open("/proc/self/maps") if "[heap]" in line]
+        start, end = (int(part, 16) for part in where[0].split()[0].split("-"))
+        print(start <= block < end)
+    """
+    if not Path("/proc/self/maps").exists() or platform.libc_ver()[0] != "glibc":
+        pytest.skip("needs glibc, and Linux's /proc")
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from swarm.cli.slice_file import read_slice_file, write_slice_file
 from swarm.cli.split import _shown, cut, slice_name, split
 from swarm.errors import UserError
 from swarm.ids import ExpertSet
@@ -175,3 +176,65 @@ def test_a_terminal_gets_a_bar() -> None:
         progress(5, 10)
         progress(10, 10)
     assert "writing x" in console.export_text()
+
+
+def test_clustered_slices_hold_every_expert_once_and_come_with_their_sets(model: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {n} of a text\n" for n in range(100)))
+    out = tmp_path / "o"
+    result = run(model, "--out", out, "--parts", 2, "--cluster", text)
+    assert result.exit_code == 0, result.output
+    parts = [f"cluster-{n}" for n in (0, 1)]
+    assert names(out) == sorted(
+        ["backbone.gguf", "manifest.json", *(f"{p}.{e}" for p in parts for e in ("gguf", "json"))]
+    )
+    held_by = [held(out / f"{part}.gguf") for part in parts]
+    assert held_by == [read_slice_file(out / f"{part}.json") for part in parts]
+    for layer in range(3):
+        ids = [sorted(part.by_layer[layer]) for part in held_by]
+        assert list(map(len, ids)) == [4, 4]
+        assert sorted([*ids[0], *ids[1]]) == list(range(8))
+    assert "12 experts" in result.stdout
+    assert f"swarm join --slice {out / 'cluster-0.json'}" in result.stdout.replace("\n", "")
+    again = run(model, "--out", out, "--parts", 2, "--cluster", text)
+    assert isinstance(again.exception, UserError)
+
+
+def test_saved_sets_are_cut_as_they_are_under_their_files_names(model: Path, tmp_path: Path) -> None:
+    sets = {"mine": ExpertSet({0: frozenset({1, 5}), 2: frozenset({0})}), "yours": ExpertSet.of([1], [7])}
+    for name, experts in sets.items():
+        write_slice_file(tmp_path / f"{name}.json", experts)
+    out = tmp_path / "o"
+    result = run(model, "--out", out, "--slice", tmp_path / "mine.json", "--slice", tmp_path / "yours.json")
+    assert result.exit_code == 0, result.output
+    assert names(out) == ["backbone.gguf", "manifest.json", "mine.gguf", "yours.gguf"]
+    assert {name: held(out / f"{name}.gguf") for name in sets} == sets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cluster", "text.txt"], "--cluster needs --parts N"),
+        (["--cluster", "text.txt", "--parts", "9"], "expected 2 to 8"),
+        (["--cluster", "none.txt", "--parts", "2"], "no such text file: none.txt"),
+        (["--cluster", "text.txt", "--parts", "2", "--experts", "0-3"], "leave them out"),
+        (["--slice", "set.json", "--layers", "0"], "leave them out"),
+        (["--slice", "set.json", "--parts", "2"], "leave --parts and --cluster out"),
+        (["--slice", "set.json", "--slice", "other/set.json"], "the same name"),
+        (["--slice", "far.json"], "experts"),
+        (["--slice", "none.json"], "cannot read the slice file"),
+    ],
+)
+def test_what_does_not_go_together_is_one_message_and_no_file(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("a text\n" * 300)
+    Path("other").mkdir()
+    for path in ("set.json", "other/set.json"):
+        write_slice_file(Path(path), ExpertSet.of([0], [1]))
+    write_slice_file(Path("far.json"), ExpertSet.of([0], [8]))
+    error = run(model, "--out", "o", *arguments).exception
+    assert isinstance(error, UserError)
+    assert message in str(error)
+    assert not Path("o").exists()

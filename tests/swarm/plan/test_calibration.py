@@ -81,11 +81,15 @@ def test_a_list_and_an_object_are_read_alike() -> None:
     found = parse({"points": points, "rate_bit_s": 1e9, "n_tokens": 2})
     assert (found.rate_bit_s, found.n_tokens) == (1e9, 2)
     assert found.a_s == pytest.approx(0.03)
+    assert (
+        parse({"command": "swarm bench sweep", "figures": {"points": points, "rate_bit_s": 1e9, "n_tokens": 2}})
+        == found
+    )
 
 
 @pytest.mark.parametrize(
     "content",
-    [[], {}, 3, None, "x", {"points": []}, [1], [{}], [{"rtt_s": 0.1, "step_s": 0.2}],
+    [[], {}, {"figures": {}}, {"figures": [1]}, 3, None, "x", {"points": []}, [1], [{}], [{"rtt_s": 0.1, "step_s": 0.2}],
      [{"rtt_s": -1, "step_s": 0.2, "layers": 1}], [{"rtt_s": 0.1, "step_s": 0, "layers": 1}],
      [{"rtt_s": 0.1, "step_s": 1, "layers": 0.5}], [{"rtt_s": True, "step_s": 1, "layers": 1}],
      {"points": [{"rtt_s": 0.1, "step_s": 1, "layers": 1}], "rate_bit_s": "fast"}],

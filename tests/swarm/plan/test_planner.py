@@ -75,11 +75,15 @@ def test_the_floor_of_48_layers_at_20_ms_is_a_second() -> None:
 
 
 def test_slower_links_lengthen_a_step_in_proportion_to_their_bytes() -> None:
-    steps = {at.rate_bit_s: at for at in make_plan(SYNTH16).by_rate}
+    steps = {at.rate_bit_s: at for at in make_plan(replace(SYNTH16, software_s=0.0)).by_rate}
     assert list(steps) == [1e9, 1e8, 1e7]
     assert steps[1e9].lengthens_by_s == 0
     one_bit_s = (steps[1e8].step_s - steps[1e9].step_s) / (1e-8 - 1e-9)
     assert steps[1e7].lengthens_by_s == pytest.approx(one_bit_s * (1e-7 - 1e-9))
+    # Software runs while others' bytes are under way: a fast link hides in it, a slow one hides it.
+    with_software = {at.rate_bit_s: at for at in make_plan(SYNTH16).by_rate}
+    assert with_software[1e8].lengthens_by_s < steps[1e8].lengthens_by_s
+    assert with_software[1e7].lengthens_by_s > steps[1e7].lengthens_by_s - 16 * SYNTH16.software_s
     # three f32 rows of 4 KB each way on the backbone's link: 12.3 KB out, and the last peer's answer after it
     assert steps[1e7].transfer_s == pytest.approx(8 * (4 * 4096) / 10e6, rel=0.25)
 

@@ -70,6 +70,37 @@ def test_a_star_takes_what_its_packets_take_one_after_the_other(wire: str, n_pee
     assert star_transfer_s(cost, n_peers, rate) == pytest.approx(done + hops)
 
 
+@given(
+    st.integers(1, 6),
+    st.floats(1e-5, 5e-3),
+    st.sampled_from([1e6, 10e6, 100e6, 1e9]),
+    st.sampled_from(["f32", "q8/f16", "q8"]),
+)
+def test_software_is_a_stage_that_runs_while_other_peers_bytes_are_under_way(
+    n_peers: int, each_s: float, rate: float, wire: str
+) -> None:
+    """Equal jobs through three machines: the backbone's thread, its link out, its link back."""
+    cost = wire_cost(SHAPE, 1, wire, group_sizes(64, n_peers), 0.0, 16.0)
+    out_s = transfer_s(link_bytes(cost.message_out_bytes), rate)
+    back_s = transfer_s(link_bytes(cost.message_back_bytes), rate)
+    free = [0.0, 0.0, 0.0]  # when each machine is free
+    for _ in range(n_peers):
+        done = 0.0
+        for machine, takes_s in enumerate((each_s, out_s, back_s)):
+            done = free[machine] = max(done, free[machine]) + takes_s
+    hops_s = star_transfer_s(cost, 1, rate) - out_s - back_s
+    found_s = star_transfer_s(cost, n_peers, rate, n_peers * each_s)
+    assert found_s == pytest.approx(done + hops_s - n_peers * each_s)
+
+
+def test_software_hides_no_more_than_itself() -> None:
+    cost = wire_cost(SHAPE, 1, "q8", group_sizes(64, 3), 0.0, 16.0)
+    for rate in (1e6, 1e8, 1e12):
+        alone_s = star_transfer_s(cost, 3, rate)
+        assert alone_s - 0.0014 <= star_transfer_s(cost, 3, rate, 0.0014) <= alone_s
+    assert star_transfer_s(cost, 3, 1e12, 0.0014) == pytest.approx(0, abs=1e-6)
+
+
 def test_a_tenth_of_the_rate_takes_ten_times_as_long() -> None:
     cost = wire_cost(SHAPE, 1, "q8", group_sizes(64, 3), 0.0, 16.0)
     assert star_transfer_s(cost, 3, 10e6) == pytest.approx(10 * star_transfer_s(cost, 3, 100e6))

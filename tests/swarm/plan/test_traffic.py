@@ -9,11 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarm.emulation.path import PathSpec
 from swarm.errors import UserError
+from swarm.net.certificate import quic_configuration
+from swarm.net.quic_driver import ACK_EVERY_PACKETS
 from swarm.plan import traffic
 from swarm.plan.shape import parse_shape
-from swarm.plan.traffic import WireCost, fan_out, group_sizes, logical_traffic, symmetric_remote_share, wire_cost
-from swarm.wire.rows import WireForm
+from swarm.plan.traffic import (
+    WireCost,
+    fan_out,
+    group_sizes,
+    logical_traffic,
+    symmetric_remote_share,
+    wire_bytes,
+    wire_cost,
+)
+from swarm.wire import messages as m
+from swarm.wire.frames import encode
+from swarm.wire.rows import RowCodec, WireForm, row_bytes
+from tests.virtual_link import CERTIFICATE, IDENTITY, VirtualWorld
 
 MIXTRAL = parse_shape("d=4096,E=8,k=2,ff=14336,b=2")
 WIDE = parse_shape("d=3072,E=256,k=8,ff=1536,b=4,layers=62")
@@ -94,6 +108,59 @@ def test_compressed_forms_stay_within_the_issues_bounds(wire: str, limit: float)
     cost = cost_of(wire)
     payload = cost.payload_out_bytes + cost.payload_back_bytes
     assert payload < cost.bytes_out_per_token_layer + cost.bytes_back_per_token_layer <= limit
+
+
+# The constants are those of the real frames and packets
+
+
+@pytest.mark.parametrize("codec_back", [RowCodec.F16, RowCodec.EXACT])
+@pytest.mark.parametrize("codec_out", [RowCodec.Q8_0, RowCodec.F32])
+def test_a_dispatch_and_its_result_are_as_long_as_planned(codec_out: RowCodec, codec_back: RowCodec) -> None:
+    n_rows, n_pairs, d = 3, 7, 256
+    is_exact = codec_back is RowCodec.EXACT
+    dispatch = m.Dispatch(
+        model_tag=bytes(8),
+        layer=0,
+        rows_codec=codec_out,
+        result_codec=codec_back,
+        row_counts=np.array([2, 2, 3], np.uint8),
+        expert_ids=np.arange(n_pairs, dtype=np.uint16),
+        weights=None if is_exact else np.full(n_pairs, 0.5, np.float32),
+        rows=np.zeros((n_rows, d), np.float32),
+    )
+    pair = traffic.BYTES_PER_ID + (0 if is_exact else traffic.BYTES_PER_WEIGHT)
+    planned = n_rows * (row_bytes(d, codec_out) + traffic.BYTES_PER_ROW) + n_pairs * pair
+    assert len(encode(dispatch)) == traffic.DISPATCH_FIXED_BYTES + planned
+    result = m.Result(codec=codec_back, rows=np.zeros((n_rows, d), np.float32), compute_us=0, queue_us=0)
+    assert len(encode(result)) == traffic.RESULT_FIXED_BYTES + n_rows * row_bytes(d, codec_back)
+
+
+def test_datagrams_and_acknowledgements_are_those_of_the_transport() -> None:
+    assert quic_configuration(IDENTITY, CERTIFICATE, is_client=True).max_datagram_size == traffic.DATAGRAM_BYTES
+    assert traffic.DATAGRAMS_PER_ACK == ACK_EVERY_PACKETS
+
+
+@pytest.mark.parametrize(
+    ("out", "back"),
+    [
+        pytest.param(1134, 2073, id="q8/f16, D=1024"),
+        pytest.param(1180, 1300, id="one datagram, two"),
+        pytest.param(3342, 3193, id="q8, D=3072"),
+        pytest.param(3342, 6169, id="q8/f16, D=3072"),
+        pytest.param(12_334, 98_329, id="exact, D=3072"),
+    ],
+)
+def test_real_quic_connections_send_the_bytes_planned(out: int, back: int) -> None:
+    """Both ways together: an acknowledgement of its own travels against the message that it is counted with."""
+    link = VirtualWorld(seed=1).link(PathSpec(delay_s=0.015))
+    link.open()
+    for _ in range(20):  # stream numbers get long
+        link.dispatch(out, back)
+    before = link.client.bytes_sent + link.server.bytes_sent
+    for _ in range(30):
+        link.dispatch(out, back)
+    sent = (link.client.bytes_sent + link.server.bytes_sent - before) / 30
+    assert wire_bytes(out) + wire_bytes(back) == pytest.approx(sent, rel=0.005)
 
 
 def test_round_trips_are_shared_by_the_tokens_of_a_step() -> None:
