@@ -18,9 +18,9 @@ test: $(VENV)/.installed-dev  ## Run the tests.
 test-slow: $(VENV)/.installed-dev  ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
 
-test-compiled: .venv-compiled/.installed-compiled  ## Run the engine's tests on llama-cpp-python (compiles it, about 4 minutes).
+test-compiled: .venv-compiled/.installed-compiled  ## Run what touches the engine on llama-cpp-python (compiles it, about 4 minutes).
 	SWARM_ENGINE=llama-cpp-python .venv-compiled/bin/python -m pytest -m "not slow" \
-		tests/swarm/native tests/swarm/experts tests/swarm/backbone tests/e2e/test_verify.py
+		tests/swarm/native tests/swarm/experts tests/swarm/backbone tests/swarm/wire tests/swarm/gate tests/e2e/test_verify.py
 
 lint: $(VENV)/.installed-dev  ## Check style and types.
 	$(BIN)/ruff check .

@@ -96,7 +96,9 @@ def choose_wire(result: GateResult | None, engine: str) -> WireChoice:
     never chosen: it needs exact kernels everywhere, which only a person can ask for.
     """
     if result is None:
-        return WireChoice(FALLBACK, "this model has no stored gate result; `swarm verify --wire all --save` makes one")
+        return WireChoice(
+            FALLBACK, "this model has no stored gate result; `swarm verify --model FILE --wire all --save` makes one"
+        )
     if result.engine != engine:
         return WireChoice(
             FALLBACK, f"the stored gate result is of {result.engine}, and this is {engine}: verify it again"

@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP server over one `TextGenerator`. Shapes and parsing are in `openai`; here is the plumbing.
 
     POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{id}    GET /health
+    GET /map    GET /map.json                            (`peer_map`)
 
 - A stream's first step runs before its headers leave, so that an early failure has its own HTTP status. A later one
   is sent as `data: {"error": ...}`, and the connection closes without `[DONE]`.
@@ -42,6 +43,7 @@ from swarm.gateway.openai import (
     parse_chat,
     parse_completion,
 )
+from swarm.gateway.peer_map import add_map
 from swarm.net.addresses import is_loopback, parse_address
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,7 @@ def create_app(
     status: Callable[[], dict[str, Any]] | None = None,
     stall_s: float = STALL_S,
     allowed_hosts: Collection[str] | None = None,
+    peer_map: Callable[[], dict[str, Any]] | None = None,
 ) -> web.Application:
     """Return the gateway, to be run by aiohttp's runner.
 
@@ -69,6 +72,7 @@ def create_app(
         stall_s: how long a stream waits for a client that does not read.
         allowed_hosts: for a gateway that listens on loopback alone: names that a `Host` header may hold, besides
             `localhost` and loopback IP literals; a request with any other is refused. None takes every host.
+        peer_map: what `/map.json` and `/map` show; None: there is none.
     """
     gateway = _Gateway(generator, status, stall_s)
     middlewares: list[Any] = [_shape_errors]
@@ -80,6 +84,8 @@ def create_app(
     app.router.add_get("/v1/models", gateway.models)
     app.router.add_get("/v1/models/{id:.+}", gateway.model)
     app.router.add_get("/health", gateway.health)
+    if peer_map is not None:
+        add_map(app, peer_map)
     return app
 
 
