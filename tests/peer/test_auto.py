@@ -135,19 +135,19 @@ def test_only_histograms_of_trusted_publishers_count(tmp_path: Path) -> None:
         ours, stranger = offer(MODEL, 1), offer(MODEL, 2)
         pool.offered = [ours, stranger]
 
-        def histogram(node: NodeId, expert: int) -> RoutingHistogram:
+        def histogram(node: NodeId, expert: int, n_tokens: int) -> RoutingHistogram:
             counts = [100 if each == expert else 1 for each in range(N_EXPERT)]
             return RoutingHistogram(
                 node=node,
                 seq=1,
                 ttl_s=300,
                 model=MODEL,
-                n_tokens=10**6,
+                n_tokens=n_tokens,
                 window_s=100,
                 loads=tuple((layer, levels_of(counts)) for layer in LAYERS),
             )
 
-        pool.used = [histogram(ours.node, 3), histogram(stranger.node, 6)]
+        pool.used = [histogram(ours.node, 3, 10**4), histogram(stranger.node, 6, 10**9)]
         known = Publishers(tmp_path / "known", given={ours.node})
 
         async def claim(_: ExpertSet) -> None:

@@ -11,7 +11,9 @@ from typer.testing import CliRunner, Result
 
 from swarm.bench.decode import DecodeOptions
 from swarm.bench.dispatch import DispatchOptions
+from swarm.bench.experts import ExpertsOptions
 from swarm.bench.fanout import Fanout, FanoutOptions
+from swarm.bench.in_process import InProcessOptions
 from swarm.bench.latency import LatencyOptions, LatencyReport, Tail
 from swarm.bench.sweep import SweepOptions
 from swarm.bench.testbed import PathOptions
@@ -210,3 +212,69 @@ def test_a_mistake_is_said_before_anything_is_measured(
     result = run(*(argument.format(model=model, text=text) for argument in arguments))
     assert isinstance(result.exception, UserError)
     assert asked == []
+
+
+def test_no_peers_measures_in_this_process_with_as_many_threads_as_asked(
+    files: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: list[Any] = []
+
+    def measure(asked: InProcessOptions, progress: Any, check: Any) -> dict[str, Any]:
+        options.append(asked)
+        check()
+        progress(1, 1)
+        return {"share_of_stock": 0.95}
+
+    monkeypatch.setattr(bench, "measure_decode_in_process", measure)
+    monkeypatch.setattr(bench, "measure_prefill_in_process", measure)
+    model = files[0]
+    decode = run("decode", "--model", model, "--peers", "0", "--threads", "3", "--prompt-tokens", "99", "--json")
+    assert json.loads(decode.stdout) == {"share_of_stock": 0.95}
+    assert run("prefill", "--model", model, "--peers", "0", "--tokens", "64").exit_code == 0
+    assert (options[0].n_threads, options[0].n_prompt, options[0].n_tokens) == (3, 99, 32)
+    assert options[1].n_tokens == 64
+    assert options[1].n_threads >= 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("decode", "--threads", "2"),
+        ("prefill", "--threads", "2"),
+        ("decode", "--peers", "0", "--draft", "4"),
+        ("decode", "--peers", "0", "--compare-overlap"),
+    ],
+    ids=" ".join,
+)
+def test_options_that_mean_nothing_here_are_refused(
+    asked: list[Any], files: tuple[str, str], arguments: tuple[str, ...]
+) -> None:
+    result = run(*arguments, "--model", files[0])
+    assert isinstance(result.exception, UserError)
+    assert asked == []
+
+
+def test_experts_prints_both_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options: list[ExpertsOptions] = []
+
+    def measure(asked: ExpertsOptions, model: Path, progress: Any, check: Any) -> dict[str, Any]:
+        options.append(asked)
+        return {
+            "knee_flop_per_byte": 4.125,
+            "rows_per_expert": [{"n_rows": 8, "grouped_s": 0.0625}],
+            "skew": [{"skew": 1.5, "max_over_mean": 13.75}],
+        }
+
+    monkeypatch.setattr(bench, "measure_experts", measure)
+    monkeypatch.setattr(bench, "synthetic_file", lambda model: tmp_path / model.name)
+    result = run("experts", "--rows", "8,1", "--skews", "0,1.5", "--plain", "--threads", "2")
+    assert result.exit_code == 0, result.output
+    assert (options[0].n_rows, options[0].skews, options[0].repacks, options[0].n_threads) == (
+        (1, 8),
+        (0, 1.5),
+        False,
+        2,
+    )
+    for cell in ("4.125", "0.0625", "13.75"):
+        assert cell in result.stdout
+    assert isinstance(run("experts", "--skews", "steep").exception, UserError)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -632,3 +633,54 @@ def test_impatience_does_not_flood_the_registry(caplog: pytest.LogCaptureFixture
 
     with caplog.at_level(logging.DEBUG):
         virtual_time.run(main())
+
+
+def test_a_peer_that_is_still_loading_is_not_greeted() -> None:
+    async def main() -> None:
+        world = World()
+        server = world.start(A)
+        world.registry.listed[A] = replace(world.registry.listed[A], is_loading=True)
+        async with world.watching():
+            await asyncio.sleep(SOON_S)
+            assert world.in_use == []
+            assert server.connections == []
+            assert world.holders.peers() == []
+            world.announce(A, seq=2)
+            await asyncio.sleep(SOON_S)
+            assert world.in_use == [A]
+
+    virtual_time.run(main())
+
+
+def test_what_became_of_each_peer_is_told_with_its_beginning() -> None:
+    async def main() -> None:
+        world = World()
+
+        def states() -> dict[NodeId, str]:
+            return {view.record.node: view.state.value for view in world.holders.peers()}
+
+        for node in (A, B, C):
+            world.start(node)
+        async with world.watching():
+            await asyncio.sleep(SOON_S)
+            assert states() == dict.fromkeys((A, B, C), "in use")
+            assert world.holders.rtt_s(A) is None, "the fake connection measures none"
+            began = now()
+            world.kill(A)
+            assert states()[A] == "unreachable", "before the next look at the registry"
+            world.holders.mark_down(B, RemoteRefused("bye", remote_code=m.ErrorCode.SHUTTING_DOWN))
+            world.holders.mark_down(C, DeadlineExceeded("no answer"))
+            assert states() == {A: "unreachable", B: "leaving", C: "quarantined"}
+            assert {view.state_since for view in world.holders.peers()} == {began}
+            await asyncio.sleep(SOON_S)
+            assert states()[C] == "on trial"
+            world.holders.succeeded(C)
+            world.announce(B, seq=2)
+            del world.registry.listed[A]
+            await asyncio.sleep(SOON_S)
+            assert states() == {A: "gone", B: "in use", C: "in use"}
+            world.holders.mark_down(C, RemoteProtocolError("nonsense"))
+            await asyncio.sleep(3 * SOON_S)
+            assert states()[C] == "set aside"
+
+    virtual_time.run(main())

@@ -572,3 +572,13 @@ def test_a_registry_node_belongs_to_no_model() -> None:
     assert b"model" not in sign(REGISTRY_NODE, ME).payload
     gone = Withdrawal(node=ME.node_id, seq=11, model=records.NO_MODEL, withdraws=RecordKind.REGISTRY)
     assert verify(sign(gone, ME)) == gone
+
+
+def test_a_claim_says_so_and_a_ready_peer_says_nothing_of_it() -> None:
+    claim = replace(ANNOUNCEMENT, is_loading=True)
+    assert b'"is_loading":true' in sign(claim, ME).payload
+    assert verify(sign(claim, ME)) == claim
+    assert b"is_loading" not in sign(ANNOUNCEMENT, ME).payload
+    payload = sign(claim, ME).payload.replace(b'"is_loading":true', b'"is_loading":1')
+    with pytest.raises(RemoteProtocolError, match="is_loading"):
+        verify(SignedRecord(payload=payload, signature=bytes(64)))

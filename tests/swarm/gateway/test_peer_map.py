@@ -1,0 +1,181 @@
+"""The map as JSON and as a page, from what the holders say."""
+
+from __future__ import annotations
+
+import html.parser
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from aiohttp import web
+
+from swarm.dispatch.peer_states import PeerState, PeerView
+from swarm.gateway.app import create_app
+from swarm.gateway.peer_map import build_map, page
+from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.registry.records import ExpertAnnouncement
+from tests.swarm.gateway.test_app import ScriptedGenerator
+
+A, B = NodeId(b"a" * 32), NodeId(b"b" * 32)
+
+
+def view(node: NodeId, state: PeerState, *, state_since: float = 90.0, experts: ExpertSet | None = None) -> PeerView:
+    record = ExpertAnnouncement(
+        node=node,
+        seq=1,
+        ttl_s=60,
+        model=ModelId(b"m" * 32),
+        model_name="tiny",
+        experts=experts or ExpertSet.of([1, 2], [0, 1]),
+        addresses=("198.51.100.77:4242",),
+        exact_kernels=True,
+        wire_versions=(1,),
+    )
+    return PeerView(record=record, state=state, state_since=state_since, seen_since=40.0)
+
+
+def shown(**fields: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "model_name": "tiny@1a2b3c4d",
+        "model_id": "1a" * 32,
+        "layers": (1, 2),
+        "n_holders": np.array([[2, 1, 1], [1, 1, 0]]),
+        "missing": {2: (2,)},
+        "peers": [view(A, PeerState.IN_USE), view(B, PeerState.QUARANTINED)],
+        "rtt_s": {A: 0.0123}.get,
+        "now": 100.0,
+        "wall_now": 1_800_000_000.0,
+    }
+    return build_map(**values | fields)
+
+
+def test_it_says_who_is_there_since_when_and_what_is_covered() -> None:
+    assert shown() == {
+        "at": 1_800_000_000,
+        "model": "tiny@1a2b3c4d",
+        "model_id": "1a" * 32,
+        "servable": False,
+        "missing": {"2": "2"},
+        "coverage": [
+            {"layer": 1, "n_expert": 3, "n_held": 3, "n_replicated": 1, "fewest_holders": 1},
+            {"layer": 2, "n_expert": 3, "n_held": 2, "n_replicated": 0, "fewest_holders": 0},
+        ],
+        "n_used": 1,
+        "peers": [
+            {
+                "id": str(A),
+                "short": A.short,
+                "state": "in use",
+                "state_since": 1_799_999_990,
+                "seen_since": 1_799_999_940,
+                "experts": [["1-2", "0-1"]],
+                "n_blocks": 4,
+                "exact": True,
+                "path": "direct",
+                "rtt_ms": 12.3,
+            },
+            {
+                "id": str(B),
+                "short": B.short,
+                "state": "quarantined",
+                "state_since": 1_799_999_990,
+                "seen_since": 1_799_999_940,
+                "experts": [["1-2", "0-1"]],
+                "n_blocks": 4,
+                "exact": True,
+                "path": None,
+                "rtt_ms": None,
+            },
+        ],
+    }
+
+
+def test_what_is_missing_decides_what_is_servable_not_who_holds_it() -> None:
+    assert shown(missing={})["servable"] is True, "the operator's own file may have what no peer holds"
+
+
+class Parser(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def parse(text: str) -> Parser:
+    parser = Parser()
+    parser.feed(text)
+    return parser
+
+
+def test_the_page_says_the_same_without_scripts_or_anything_from_elsewhere() -> None:
+    parsed = parse(page(shown()))
+    assert parsed.links == ["map.json"]
+    assert "script" not in parsed.tags
+    assert "Cannot be served now" in parsed.text
+    assert "layer 2: 2" in parsed.text
+    assert "1 of 2 peers in use" in parsed.text
+    assert A.short in parsed.text
+    assert "12.3 ms" in parsed.text
+    assert "10 s" in parsed.text
+    assert "Can be served" in parse(page(shown(missing={}))).text
+
+
+def test_a_model_name_is_text_whatever_it_holds() -> None:
+    name = '</title><script>alert("x")</script>&amp;'
+    text = page(shown(model_name=name))
+    parsed = parse(text)
+    assert "script" not in parsed.tags
+    assert name in parsed.text
+
+
+def test_a_ragged_slice_and_a_long_list_of_what_is_missing_stay_short() -> None:
+    experts = ExpertSet({layer: frozenset({layer, layer + 2}) for layer in range(50)})
+    many = shown(peers=[view(A, PeerState.IN_USE, experts=experts)], missing=dict.fromkeys(range(50), (1,)))
+    text = page(many)
+    assert "100 blocks" in text
+    assert len(text) < 6000
+    assert len(many["peers"][0]["experts"]) == 50, "the JSON has it all"
+
+
+def test_nobodys_address_is_shown() -> None:
+    assert "198.51.100" not in str(shown()) + page(shown())
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "expected"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (200_000, "2 d"), (-3, "0 s")]
+)
+def test_time_spans_are_for_people(ago_s: int, expected: str) -> None:
+    peer = replace(view(A, PeerState.IN_USE), state_since=100.0 - ago_s, seen_since=100.0)
+    assert f">{expected}<" in page(shown(peers=[peer]))
+
+
+async def test_the_gateway_serves_both_and_neither_without_a_map() -> None:
+    for peer_map in (shown, None):
+        runner = web.AppRunner(create_app(ScriptedGenerator(), allowed_hosts=(), peer_map=peer_map))
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            host, port = runner.addresses[0][:2]
+            async with aiohttp.ClientSession(f"http://{host}:{port}") as client:
+                async with client.get("/map.json") as answer:
+                    assert answer.status == (404 if peer_map is None else 200)
+                    if peer_map is not None:
+                        assert await answer.json() == shown()
+                        assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+                async with client.get("/map") as answer:
+                    assert answer.status == (404 if peer_map is None else 200)
+                    assert (answer.content_type == "text/html") == (peer_map is not None)
+                async with client.get("/map.json", headers={"Host": "evil.example"}) as answer:
+                    assert answer.status == 403
+        finally:
+            await runner.cleanup()
