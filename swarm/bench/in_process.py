@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,36 +69,53 @@ class InProcessOptions:
     n_prompt: int = N_DECODE_PROMPT
 
 
+class _Timed(NamedTuple):
+    """What was timed, and how much of it the experts took (0 of stock, which does not tell)."""
+
+    seconds: float
+    experts_s: float
+
+
 class _Side:
     """A context whose steps are timed: the backbone with its hook, or stock llama.cpp."""
 
-    def __init__(self, context: LlamaContext, hook: MoeHook | None = None) -> None:
+    def __init__(
+        self, context: LlamaContext, hook: MoeHook | None = None, experts: InProcessExperts | None = None
+    ) -> None:
         self.context = context
         self._hook = hook
+        self._experts = experts
 
-    def step(self, tokens: Sequence[int], first_position: int, logits: Literal["all", "last"] = "last") -> None:
-        """Compute tokens; raises what a layer raised."""
-        self.context.decode(tokens, first_position=first_position, logits=logits)
+    def step(self, tokens: Sequence[int], first_position: int) -> None:
+        """Compute tokens, with the last one's logits; raises what a layer raised."""
+        self.context.decode(tokens, first_position=first_position, logits="last")
         error = self._hook.take_error() if self._hook is not None else None
         error = error or self.context.take_callback_error()
         if error is not None:
             raise error
 
-    def prefill_s(self, prompt: Sequence[int]) -> float:
-        """Return the seconds of one step over the whole prompt."""
+    def prefill(self, prompt: Sequence[int]) -> _Timed:
+        """Time one step over the whole prompt."""
         self.context.clear()
-        started = time.perf_counter()
-        self.step(prompt, 0)
-        return time.perf_counter() - started
+        return self._timed(lambda: self.step(prompt, 0))
 
-    def decode_s(self, prompt: Sequence[int], tokens: Sequence[int]) -> float:
-        """Return the seconds of one step for each token, after the prompt, each as greedy decoding looks at its logits."""
-        self.prefill_s(prompt)
+    def decode(self, prompt: Sequence[int], tokens: Sequence[int]) -> _Timed:
+        """Time one step for each token after the prompt, and a look at its logits as greedy decoding takes it."""
+        self.prefill(prompt)
+
+        def steps() -> None:
+            for position, token in enumerate(tokens, len(prompt)):
+                self.step([token], position)
+                self.context.logits(-1).argmax()
+
+        return self._timed(steps)
+
+    def _timed(self, work: Callable[[], None]) -> _Timed:
+        before_s = self._experts.compute_s if self._experts is not None else 0.0
         started = time.perf_counter()
-        for position, token in enumerate(tokens, len(prompt)):
-            self.step([token], position)
-            self.context.logits(-1).argmax()
-        return time.perf_counter() - started
+        work()
+        seconds = time.perf_counter() - started
+        return _Timed(seconds, self._experts.compute_s - before_s if self._experts is not None else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +146,7 @@ def _open(model: Path, n_threads: int, n_ctx: int, n_batch: int) -> Iterator[_Si
         moe_layers = prepared.manifest.spec.moe_layers
         backbone = stack.enter_context(LlamaModel(prepared.backbone_path))
         hook = MoeHook(moe_layers, experts)
-        ours = _Side(context(backbone, hook), hook)
+        ours = _Side(context(backbone, hook), hook, experts)
         whole = stack.enter_context(LlamaModel(model))
         stock = _Side(context(whole))
         yield _Sides(ours=ours, stock=stock, experts=experts, n_layers=len(moe_layers), n_vocab=whole.n_vocab)
@@ -145,10 +162,10 @@ def measure_decode_in_process(options: InProcessOptions, progress: Progress, che
     with _open(options.model, options.n_threads, n_ctx, max(options.n_prompt, 1)) as sides:
         prompt, tokens = _tokens(sides.n_vocab, options.n_prompt), _tokens(sides.n_vocab, options.n_tokens)
 
-        def run(side: _Side) -> float:
-            return side.decode_s(prompt, tokens)
+        def run(side: _Side) -> _Timed:
+            return side.decode(prompt, tokens)
 
-        figures = _alternate(options, sides, run, progress, check)
+        figures = _alternate(options, sides, run, options.n_tokens, progress, check)
     return {
         "model": options.model.name,
         "n_peers": 0,
@@ -167,10 +184,10 @@ def measure_prefill_in_process(options: InProcessOptions, progress: Progress, ch
     with _open(options.model, options.n_threads, options.n_tokens, options.n_tokens) as sides:
         prompt = _tokens(sides.n_vocab, options.n_tokens)
 
-        def run(side: _Side) -> float:
-            return side.prefill_s(prompt)
+        def run(side: _Side) -> _Timed:
+            return side.prefill(prompt)
 
-        figures = _alternate(options, sides, run, progress, check)
+        figures = _alternate(options, sides, run, 1, progress, check)
     return {
         "model": options.model.name,
         "n_peers": 0,
@@ -185,24 +202,29 @@ def measure_prefill_in_process(options: InProcessOptions, progress: Progress, ch
 
 
 def _alternate(
-    options: InProcessOptions, sides: _Sides, run: Callable[[_Side], float], progress: Progress, check: Check
+    options: InProcessOptions,
+    sides: _Sides,
+    run: Callable[[_Side], _Timed],
+    n_steps: int,
+    progress: Progress,
+    check: Check,
 ) -> dict[str, Any]:
-    """Return what both measurements report; each side goes first in every other repetition."""
+    """Return what both measurements report of `n_steps` steps; each side goes first in every other repetition."""
     run(sides.ours)  # warm: graphs, pages
     run(sides.stock)
     ours: list[float] = []
     stock: list[float] = []
-    compute_shares: list[float] = []
+    experts_shares: list[float] = []
     for done in range(options.n_repetitions):
         progress(done, options.n_repetitions)
         for is_ours in (True, False) if done % 2 == 0 else (False, True):
             check()
             if is_ours:
-                before_s = sides.experts.compute_s
-                ours.append(run(sides.ours))
-                compute_shares.append((sides.experts.compute_s - before_s) / ours[-1])
+                timed = run(sides.ours)
+                ours.append(timed.seconds)
+                experts_shares.append(timed.experts_s / timed.seconds)
             else:
-                stock.append(run(sides.stock))
+                stock.append(run(sides.stock).seconds)
     progress(options.n_repetitions, options.n_repetitions)
     difference = np.abs(sides.ours.context.logits(-1) - sides.stock.context.logits(-1)).max()
     shares = [theirs / mine for mine, theirs in zip(ours, stock, strict=True)]
@@ -215,8 +237,8 @@ def _alternate(
         "stock_tokens_per_s": options.n_tokens / statistics.median(stock),
         "share_of_stock": statistics.median(shares),
         "shares_of_stock": shares,
-        "step_s": statistics.median(ours),
-        "experts_share": statistics.median(compute_shares),
+        "step_s": statistics.median(ours) / n_steps,
+        "experts_share": statistics.median(experts_shares),
         "max_logit_difference": float(difference),
         "repacked_bytes": sides.experts.ffn.n_repacked_bytes,
         "mapped_bytes": sides.experts.ffn.n_mapped_bytes,

@@ -229,13 +229,14 @@ class LlamaContext:
         model._contexts.add(self)
 
     def _guarded(self, callback: Callable[[int, bool], bool]) -> Callable[[int, bool, object], bool]:
-        if not isinstance(callback, types.FunctionType | types.MethodType):
-            callback = callback.__call__  # of an object: Python calls its method faster than the object
+        # Of an object, its method: Python calls that faster than the object.
+        is_plain = isinstance(callback, types.FunctionType | types.MethodType)
+        call: Callable[[int, bool], bool] = callback if is_plain else callback.__call__  # type: ignore[operator]
 
         def guarded(tensor: int, ask: bool, _user_data: object) -> bool:
             if self._callback_error is None:
                 try:
-                    return callback(tensor, ask)
+                    return call(tensor, ask)
                 except BaseException as error:  # even KeyboardInterrupt must not unwind through C
                     self._callback_error = error
             return not ask  # no more nodes, and go on

@@ -74,9 +74,9 @@ def real_line(real_executor: ExpertExecutor) -> Iterator[Compute]:
     line.close()
 
 
-async def start(line: Compute, executor: FakeExecutor, n: int) -> list[asyncio.Task[m.Result]]:
+async def start(line: Compute, executor: FakeExecutor, n: int) -> list[asyncio.Future[m.Result]]:
     """Put n dispatches in line, of layers 0, 1, ...; return once the first is being computed."""
-    tasks = [(line.start(dispatch(layer))) for layer in range(n)]
+    tasks = [line.start(dispatch(layer)) for layer in range(n)]
     assert await asyncio.to_thread(executor.is_busy.wait, 5)
     return tasks
 
@@ -185,11 +185,11 @@ async def test_closing_finishes_what_is_under_way_and_drops_the_rest(line: Compu
 # Merging
 
 
-async def held(line: Compute, executor: FakeExecutor, dispatches: list[m.Dispatch]) -> list[asyncio.Task[m.Result]]:
+async def held(line: Compute, executor: FakeExecutor, dispatches: list[m.Dispatch]) -> list[asyncio.Future[m.Result]]:
     """Keep the thread busy with layer 9, put the dispatches in line behind it, and return their tasks."""
     first = line.start(dispatch(9))
     assert await asyncio.to_thread(executor.is_busy.wait, 5)
-    tasks = [(line.start(each)) for each in dispatches]
+    tasks = [line.start(each) for each in dispatches]
     await wait_until(lambda: line.n_in_line == 1 + len(tasks))
     return [first, *tasks]
 

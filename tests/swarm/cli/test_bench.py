@@ -261,8 +261,8 @@ def test_experts_prints_both_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         options.append(asked)
         return {
             "knee_flop_per_byte": 4.125,
-            "rows_per_expert": [{"n_rows": 8, "grouped_s": 0.0625}],
-            "skew": [{"skew": 1.5, "max_over_mean": 13.75}],
+            "rows_per_expert": [dict.fromkeys(bench.EXPERTS_COLUMNS, 0.0625)],
+            "skew": [dict.fromkeys(bench.SKEW_COLUMNS, 13.75)],
         }
 
     monkeypatch.setattr(bench, "measure_experts", measure)

@@ -153,6 +153,79 @@ def test_grouped_products_and_swiglu_are_numpys(
     np.testing.assert_allclose(ggml.read_tensor(output).reshape(5, 8), h / (1 + np.exp(-h)) * h, rtol=1e-4, atol=1e-5)
 
 
+def test_weighted_sums_over_slots_are_numpys_also_in_place(
+    backend: ggml.CpuBackend, buffer: ggml.HostBuffer, context: ggml.TensorContext
+) -> None:
+    rng = np.random.default_rng(8)
+    values = rng.standard_normal((4, 2, 6)).astype(np.float32)  # [T, K, D]
+    factors = rng.random((4, 2, 1)).astype(np.float32)
+    y = context.new_tensor(GGML_TYPE_F32, 6, 2, 4)
+    weights = context.new_tensor(GGML_TYPE_F32, 1, 2, 4)
+    product = context.mul(y, weights, in_place=True)
+    slots = [context.slot(product, index) for index in range(2)]
+    output = context.add(slots[0], slots[1])
+    for index, tensor in enumerate((y, weights)):
+        buffer.place(tensor, index * 4096)
+    for view in (product, *slots):
+        context.bind_view(view)
+    ggml.write_tensor(y, values)
+    ggml.write_tensor(weights, factors)
+    out = np.full((4, 6), np.nan, np.float32)
+    ggml.point_at(output, out)  # memory of ours, not a buffer's
+    backend.compute(context.graph(output))
+    weighted = values * factors
+    np.testing.assert_array_equal(out, weighted[:, 0] + weighted[:, 1])
+    np.testing.assert_array_equal(ggml.read_tensor(y).reshape(values.shape), weighted)
+
+
+def test_a_view_is_the_tensor_itself(buffer: ggml.HostBuffer, context: ggml.TensorContext) -> None:
+    tensor = context.new_tensor(GGML_TYPE_F32, 6, 2)
+    with pytest.raises(EngineError, match="has no memory"):
+        ggml.view_tensor(tensor)
+    buffer.place(tensor, 0)
+    ggml.write_tensor(tensor, np.arange(12))
+    view = ggml.view_tensor(tensor)
+    np.testing.assert_array_equal(view.ravel(), np.arange(12))
+    view[0, 0, 1, 2] = -1
+    assert ggml.read_tensor(tensor)[0, 0, 1, 2] == -1
+    half = context.halves(tensor)[1]
+    context.bind_view(half)
+    np.testing.assert_array_equal(ggml.view_tensor(half), ggml.read_tensor(half))
+    elsewhere = context.new_tensor(GGML_TYPE_F32, 3)
+    ggml.point_at(elsewhere, np.zeros(3, np.float32))
+    with pytest.raises(EngineError, match="not in this process's memory"):
+        ggml.view_tensor(elsewhere)
+
+
+def test_bytes_fill_a_whole_tensor_of_any_type_or_nothing(buffer: ggml.HostBuffer, context: ggml.TensorContext) -> None:
+    tensor = context.new_tensor(GGML_TYPE_Q8_0, 32, 2)
+    data = np.arange(68, dtype=np.uint8)
+    with pytest.raises(EngineError, match="got 68, expected 68"):
+        ggml.write_bytes(tensor, data)  # no memory yet
+    memory = buffer.place(tensor, 0)
+    ggml.write_bytes(tensor, data)
+    np.testing.assert_array_equal(memory, data)
+    assert not ggml.is_repacked(tensor)
+    for wrong in (data[:-1], np.arange(136, dtype=np.uint8)[::2]):
+        with pytest.raises(EngineError, match="do not fit"):
+            ggml.write_bytes(tensor, wrong)
+
+
+def test_an_operation_can_be_turned_off(
+    backend: ggml.CpuBackend, buffer: ggml.HostBuffer, context: ggml.TensorContext
+) -> None:
+    tensor = context.new_tensor(GGML_TYPE_F32, 4)
+    total = context.add(tensor, tensor)
+    buffer.place(tensor, 0)
+    buffer.place(total, 64)
+    ggml.write_tensor(tensor, np.ones(4))
+    ggml.write_tensor(total, np.full(4, 7))
+    graph = context.graph(total)
+    ggml.set_tensor_op(total, ggml.op_code("NONE"))
+    backend.compute(graph)
+    assert ggml.read_tensor(total).ravel().tolist() == [7, 7, 7, 7]
+
+
 def test_a_closed_backend_raises() -> None:
     backend = ggml.CpuBackend()
     backend.close()
