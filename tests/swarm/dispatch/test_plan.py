@@ -53,7 +53,7 @@ def unpack(batch: Batch) -> tuple[NodeId, list[tuple[int, list[tuple[int, int, f
 def choices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[NodeId]]:
     n_expert = draw(st.integers(1, 24))
     n_used = draw(st.integers(1, min(n_expert, 8)))
-    n_tokens = draw(st.integers(0, 12))
+    n_tokens = draw(st.just(1) | st.integers(0, 12))
     n_nodes = draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     topk_ids = np.array([rng.permutation(n_expert)[:n_used] for _ in range(n_tokens)], dtype=np.int32)
