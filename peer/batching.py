@@ -5,10 +5,10 @@ Pure: knows no thread, loop or clock.
     add(entry, asker) ... -> take() -> a group: an entry, and later ones of its layer
 
 Askers (backbones) take turns, and each one's dispatches are taken in their order: one that sends a hundred at once does not keep
-another's next token waiting for them all. No layer starves: an asker's oldest dispatch is of the group of its turn, and what is
-drawn forward to a group is bounded. Raw rows
-(the form `exact`) are never merged: they promise the bits of a computation by itself, which only exact kernels keep;
-partial sums promise a tolerance.
+another's next token waiting for them all. Who is new, or comes back, goes before whoever had the last turn and behind all others
+who wait: so several who send one at a time do not keep one with many waiting, either. No layer starves: an asker's oldest
+dispatch is of the group of its turn, and what is drawn forward to a group is bounded. Raw rows (the form `exact`) are never
+merged: they promise the bits of a computation by itself, which only exact kernels keep; partial sums promise a tolerance.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Line(Generic[E]):
 
     def __init__(self) -> None:
         self._entries: deque[tuple[Hashable, E]] = deque()  # with their askers
-        self._turns: dict[Hashable, int] = {}  # of those who wait: the number of their last turn, 0 for none yet
-        self._n_turns = 0
+        self._turns: dict[Hashable, int] = {}  # of those who wait: when their last turn was; odd for none yet
+        self._last_turn = 0  # even
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,7 +56,7 @@ class Line(Generic[E]):
     def add(self, entry: E, asker: Hashable = None) -> None:
         """Take a place at the end."""
         self._entries.append((asker, entry))
-        self._turns.setdefault(asker, 0)
+        self._turns.setdefault(asker, self._last_turn - 1)
 
     def discard(self, entry: E) -> None:
         """Leave the line; does nothing for one that is no longer in it."""
@@ -68,8 +68,8 @@ class Line(Generic[E]):
         """Return whose turn it is and what to compute together with it, in the order they came; the line must not be empty."""
         at = self._whose_turn() if len(self._turns) > 1 else 0
         asker, first = self._entries[at]
-        self._n_turns += 1
-        self._turns[asker] = self._n_turns
+        self._last_turn += 2
+        self._turns[asker] = self._last_turn
         if not at and (len(self._entries) == 1 or not _may_merge(first.dispatch)) and len(self._turns) == 1:
             self._entries.popleft()
             if not self._entries:

@@ -11,6 +11,7 @@ and its answer back takes two wake-ups and, on a busy machine, two waits for a c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import math
 import threading
@@ -22,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peer.batching import Line, merge
-from swarm.errors import Overloaded, RemoteProtocolError, SwarmError
+from swarm.errors import Overloaded, RemoteProtocolError
 from swarm.experts.executor import ExpertExecutor
 from swarm.wire import messages as m
 from swarm.wire.frames import LIMITS, RESULT_HEAD_BYTES, FrameType
@@ -171,8 +172,8 @@ class Compute:
                 layer = group[0].dispatch.layer
                 sums = self._executor.run(layer, merged.rows, merged.row_counts, merged.expert_ids, merged.weights)
                 outcomes = [*merged.split(sums)]
-            except SwarmError:
-                outcomes = []  # of one of them: each by itself tells whose fault it is
+            except Exception:  # SwarmError of one of them, or no memory for all: each by itself tells whose fault it is
+                outcomes = []
         if not outcomes:
             outcomes = [self._outcome(entry.dispatch) for entry in group]
         ended = time.perf_counter()
@@ -221,8 +222,8 @@ class Compute:
         except RuntimeError:
             pass  # the loop is closed: nobody waits
 
-    def close(self) -> None:
-        """End the thread; a computation under way is finished first, what waits is cancelled. From any thread."""
+    def stop(self) -> None:
+        """Take up nothing more; what waits is cancelled. Does not wait for what is under way. From any thread."""
         with self._lock:
             self._is_closed = True
             dropped = []
@@ -231,7 +232,24 @@ class Compute:
             self._wake.notify()
         for entry in dropped:
             self._call_loop(entry.answer.cancel)
+
+    def close(self) -> None:
+        """End the thread; a computation under way is finished first, what waits is cancelled. From any thread."""
+        self.stop()
         self._thread.join()
+
+    async def wait_closed(self) -> None:
+        """Close, and leave the loop free meanwhile. Cancelled, it returns at once; the thread keeps no process alive."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def close() -> None:
+            self.close()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(ended.set)
+
+        # Not by `asyncio.to_thread`: a loop does not end before what runs there.
+        threading.Thread(target=close, name="closing compute", daemon=True).start()
+        await ended.wait()
 
 
 def _n_pairs(group: Sequence[_Entry]) -> int:

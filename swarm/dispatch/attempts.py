@@ -8,6 +8,8 @@ Pure: whoever drives it sends the orders it returns, tells it what became of the
                              process's own experts, or nothing: then the layer has failed, and `error` says how
       handle_timeout(now)    -> the slow tail asked of replicas as well: hedged (within a budget), or overdue (always)
 
+Who was asked for a batch is not asked again for it, but for those who were only busy: they are, once nobody else is left.
+
 A *line* of a batch is one way to get all of it: one order for the whole, or several that split it where no single peer holds
 all of its experts. The first line that is complete wins. However an answer was got, it stands for its planned batch, so the
 order of sums is the plan's. The bits are those of an undisturbed layer, given equal kernels, unless a batch of partial sums was
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from swarm.dispatch.plan import HERE, Batch
-from swarm.dispatch.service_time import ServiceTimes
+from swarm.dispatch.service_time import BATCH_TIMEOUT_S, ServiceTimes
 from swarm.errors import DeadlineExceeded, ExpertUnavailable, SwarmError
 from swarm.ids import NodeId
 
@@ -31,6 +33,8 @@ from swarm.ids import NodeId
 # work. What is overdue does not count. Share as in DESIGN (p95), burst guessed.
 HEDGE_SHARE, HEDGE_BURST = 0.05, 8.0
 BUSY_PATIENCE_S = 10.0  # how long a layer goes on asking peers that are only busy; guessed
+# After so long a layer asks nobody else any more: each may take a whole deadline, one after another. The longest deadline.
+RESEND_S = BATCH_TIMEOUT_S
 
 FindOthers = Callable[[Batch, set[NodeId], float], list[tuple[NodeId, Batch]] | None]
 """(batch, who was asked, now) -> who else can compute it, in one or more parts; None: nobody."""
@@ -42,7 +46,6 @@ class Order:
 
     Attributes:
         n_ahead: pairs of this layer sent to this peer up to and with this order: what its answer waits for.
-        is_resend: whether it is not the first for its batch.
         hedge_at, overdue_at, deadline: see `service_time`.
     """
 
@@ -51,7 +54,6 @@ class Order:
     unit: _Unit
     n_ahead: int
     sent_at: float
-    is_resend: bool = False
     hedge_at: float = math.inf
     overdue_at: float = math.inf
     deadline: float = math.inf
@@ -65,11 +67,16 @@ Line = list[Order]
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """A planned batch."""
+    """A planned batch.
+
+    Attributes:
+        busy: orders for all of it whose peers were only busy: given out again at `resume_at`, where nobody else is left.
+    """
 
     batch: Batch
     lines: list[Line] = field(default_factory=list)
     tried: set[NodeId] = field(default_factory=set)
+    busy: list[Order] = field(default_factory=list)
     won: Line | None = None
 
     @property
@@ -95,6 +102,10 @@ class HedgeBudget:
         self._saved -= 1.0
         return True
 
+    def give_back(self) -> None:
+        """There was nobody to hedge to."""
+        self._saved = min(HEDGE_BURST, self._saved + 1.0)
+
 
 @dataclass(slots=True)
 class AttemptStats:
@@ -102,7 +113,7 @@ class AttemptStats:
 
     Attributes:
         n_hedged: second copies for the slow tail; n_overdue: for a peer that seems to hang; n_resent: after a failure;
-            n_busy: asked again later of the same peer; n_local: computed here as the last resort.
+            n_busy: asked again later of a peer that was busy; n_local: computed here as the last resort.
         n_rescued: batches whose answer came from another than the planned peer.
     """
 
@@ -187,7 +198,7 @@ class LayerAttempts:
             if all(each.is_answered for each in line):
                 unit.won = line
                 self._n_open -= 1
-                if line[0].is_resend:
+                if line[0].node != unit.batch.destination:
                     self._stats.n_rescued += 1
                 return
 
@@ -204,8 +215,12 @@ class LayerAttempts:
         line = next((line for line in unit.lines if order in line), None)
         if line is None:
             return []  # of a line that had failed before
+        if retry_after_s is not None and order.batch is unit.batch:
+            order.resume_at = now + retry_after_s
+            unit.busy.append(order)
         if len(unit.lines) > 1:
             unit.lines.remove(line)
+            self._watch(unit.lines[-1], now)
             return []  # another is on its way
         if (instead := self._instead(order, now)) is not None:
             line.remove(order)
@@ -215,11 +230,12 @@ class LayerAttempts:
         if (local := self._local(unit, now)) is not None:
             unit.lines.remove(line)
             return [local]
-        if retry_after_s is not None and now - self._began_at < BUSY_PATIENCE_S:
-            order.is_over = False
-            order.hedge_at = order.overdue_at = math.inf
-            order.resume_at = now + retry_after_s
-            self._next_at = min(self._next_at, order.resume_at)
+        if retry_after_s is not None and order.batch is not unit.batch and now - self._began_at < BUSY_PATIENCE_S:
+            self._park(order, now + retry_after_s)  # a part of a batch: its other parts are on their way
+            return []
+        if (again := self._once_free(unit, order.batch, now)) is not None:
+            line.remove(order)
+            line.append(again)
             return []
         self.error = self._unavailable(order, error)
         return []
@@ -269,8 +285,14 @@ class LayerAttempts:
             return []
         line = self._instead(order, now, whole=True)
         if line is None:
-            local = self._local(unit, now) if is_overdue else None
-            return [local] if local is not None else []
+            if not is_overdue:
+                self._budget.give_back()
+                return []
+            if (local := self._local(unit, now)) is not None:
+                return [local]
+            if (again := self._once_free(unit, unit.batch, now)) is not None:
+                unit.lines.append([again])
+            return []
         unit.lines.append(line)
         if is_overdue:
             self._stats.n_overdue += len(line)
@@ -280,12 +302,37 @@ class LayerAttempts:
 
     def _instead(self, order: Order, now: float, *, whole: bool = False) -> list[Order] | None:
         """Return orders for others than those tried; of the `whole` batch, or of what `order` was for."""
+        if now - self._began_at >= RESEND_S:
+            return None
         unit = order.unit
         batch = unit.batch if whole else order.batch
         found = self._find_others(batch, unit.tried, now)
         if found is None:
             return None
-        return [self._order(unit, node, part, now, part.n_pairs, is_resend=True) for node, part in found]
+        return [self._order(unit, node, part, now, part.n_pairs) for node, part in found]
+
+    def _once_free(self, unit: _Unit, batch: Batch, now: float) -> Order | None:
+        """Return an order, not under way yet, for who was only busy and is free first; None: nobody, or for too long already."""
+        if not unit.busy or now - self._began_at >= BUSY_PATIENCE_S:
+            return None
+        free = min(unit.busy, key=lambda each: each.resume_at)
+        unit.busy.remove(free)
+        order = free if batch is unit.batch else Order(free.node, batch, unit, batch.n_pairs, now)
+        self._park(order, max(now, free.resume_at))
+        return order
+
+    def _park(self, order: Order, until: float) -> None:
+        order.is_over = False
+        order.hedge_at = order.overdue_at = math.inf
+        order.resume_at = until
+        self._next_at = min(self._next_at, until)
+
+    def _watch(self, line: Line, now: float) -> None:
+        """A later line has failed: one whose times have all asked already is overdue once more, or nobody would ask for it."""
+        for order in line:
+            if not order.is_over and order.node != HERE and math.isinf(min(order.overdue_at, order.resume_at)):
+                order.overdue_at = now
+                self._next_at = min(self._next_at, now)
 
     def _local(self, unit: _Unit, now: float) -> Order | None:
         """Return an order for this process's own experts, if they can and were not asked yet."""
@@ -293,15 +340,13 @@ class LayerAttempts:
             return None
         unit.tried.add(HERE)
         self._stats.n_local += 1
-        order = Order(HERE, unit.batch, unit, unit.batch.n_pairs, now, is_resend=True)
+        order = Order(HERE, unit.batch, unit, unit.batch.n_pairs, now)
         unit.lines.append([order])
         return order
 
-    def _order(
-        self, unit: _Unit, node: NodeId, batch: Batch, now: float, n_ahead: int, *, is_resend: bool = False
-    ) -> Order:
+    def _order(self, unit: _Unit, node: NodeId, batch: Batch, now: float, n_ahead: int) -> Order:
         unit.tried.add(node)
-        order = Order(node, batch, unit, n_ahead, now, is_resend)
+        order = Order(node, batch, unit, n_ahead, now)
         self._time(order)
         return order
 

@@ -25,6 +25,7 @@ from swarm.dispatch.popularity import Popularity
 from swarm.dispatch.replicas import Replicas
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.errors import (
+    EngineError,
     ExpertUnavailable,
     NetworkError,
     Overloaded,
@@ -280,7 +281,10 @@ class Dispatcher:
         own, batch = self.holders.own, order.batch
         assert own is not None
         weights = None if self._codec_back is RowCodec.EXACT else batch.weights
-        out = await own.compute(layer, rows.x[batch.rows], batch.row_counts, batch.expert_ids, weights)
+        try:
+            out = await own.compute(layer, rows.x[batch.rows], batch.row_counts, batch.expert_ids, weights)
+        except (OSError, MemoryError, RuntimeError) as error:  # the file, or the memory for it, may be gone by now
+            raise EngineError(f"cannot compute experts here: {type(error).__name__}: {error}") from error
         return m.Result(codec=self._codec_back, rows=out, compute_us=0, queue_us=0)
 
     async def _connect_and_send(self, layer: int, order: Order, rows: _EncodedRows) -> m.Response:

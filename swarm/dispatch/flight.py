@@ -32,6 +32,8 @@ from swarm.wire import messages as m
 BUSY_RETRY_S = 0.2  # where a busy peer does not say; guessed: as long as a full line of short dispatches
 LEAST_RETRY_S, MOST_RETRY_S = 0.01, 5.0  # what it says is taken within these: it may be wrong
 
+_FAULTS = (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded)  # how an order of a peer may end
+
 
 class Crew(Protocol):
     """What a flight needs of its dispatcher, beside the orders' own bytes.
@@ -68,7 +70,7 @@ class Flight:
         """
         self._crew = crew
         self._attempts = attempts
-        self._start = send
+        self._start: Callable[[Order], asyncio.Future[m.Response]] | None = send  # None: landed
         self._check = check
         self._loop = asyncio.get_running_loop()
         self._landed: asyncio.Future[None] = self._loop.create_future()
@@ -90,7 +92,10 @@ class Flight:
                 self._timer.cancel()
         for future in self._under_way:  # others were faster; their answers tell how much
             self._crew.await_late(future)
-        return [(order, self._results[order]) for order in self._attempts.answers()]
+        landed = [(order, self._results[order]) for order in self._attempts.answers()]
+        self._results.clear()  # late answers may keep this flight for a minute: without its layer's rows
+        self._start = None
+        return landed
 
     async def _give_up(self) -> None:
         """Cancel what is under way, and return when it has ended."""
@@ -103,6 +108,7 @@ class Flight:
 
     def _send(self, orders: list[Order]) -> None:
         crew = self._crew
+        assert self._start is not None
         for order in orders:
             if order.node != HERE:
                 crew.times.of(order.node).sent(order, order.sent_at)
@@ -145,12 +151,10 @@ class Flight:
 
     def _failed(self, order: Order, error: BaseException) -> None:
         crew, attempts = self._crew, self._attempts
-        if (
-            not isinstance(error, NetworkError | RemoteProtocolError | RemoteRefused | Overloaded)
-            and order.node != HERE
-        ):
+        expected = SwarmError if order.node == HERE else _FAULTS
+        if not isinstance(error, expected):
             raise error
-        assert isinstance(error, SwarmError), error
+        assert isinstance(error, SwarmError)
         now = crew.now()
         retry_after_s = _retry_after_s(error)
         if order.node != HERE:

@@ -13,6 +13,7 @@ A peer's count of failures outlives its recovery by FORGET_S, so that one that f
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -22,6 +23,8 @@ from swarm.ids import NodeId
 FIRST_S = 1.0  # guessed: a restart of a process takes about that
 LONGEST_S = 300.0  # guessed: as long as the longest lease
 FORGET_S = 60.0  # guessed
+# A connection that is lost fails everything that was asked on it at once: that is one failure. Guessed: one tick of a busy loop.
+SAME_MOMENT_S = 0.1
 MAX_NODES = 1024  # oldest dropped first; guessed: far more than one backbone uses
 
 
@@ -37,6 +40,7 @@ class State(Enum):
 class _Entry:
     n_failures: int = 0
     is_proved: bool = False  # it has succeeded since it failed last
+    failed_at: float = -math.inf
     until: float = 0.0  # end of its time
     proved_at: float = 0.0
 
@@ -53,7 +57,8 @@ class Quarantine:
     def fail(self, node: NodeId, now: float, *, n_free: int = 0, longest_s: float = LONGEST_S) -> float:
         """Shut a peer out; return for how many seconds, 0 if not at all.
 
-        A failure while it is shut (a second batch of the same moment) changes nothing.
+        A failure while it is shut (a second batch of the same moment) changes nothing; nor does, of those that may be free, one
+        of the same moment as the last.
 
         Args:
             n_free: so many failures cost nothing: for what may happen to an honest peer, like a lost connection;
@@ -67,6 +72,9 @@ class Quarantine:
             self._entries.popitem(last=False)
         if now < entry.until:
             return entry.until - now
+        if n_free and now < entry.failed_at + SAME_MOMENT_S:
+            return 0.0
+        entry.failed_at = now
         entry.n_failures += 1
         entry.is_proved = False
         n_costly = entry.n_failures - n_free

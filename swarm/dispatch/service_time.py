@@ -33,6 +33,9 @@ BATCH_TIMEOUT_S = 60.0
 # What a peer's mean is above its round trip halves in this time while nothing is sent there. Guessed: a replica that
 # is ten times as slow as another costs a slow batch every half minute, and one that has recovered is found as soon.
 FADE_S = 10.0
+# A peer that refuses, whenever it is asked, is taken to be busy for this, twice this, and so on, however soon it wants to be
+# asked again: else one that never answers has no measurement, and the bare ping makes it the first choice for ever. Guessed.
+BACKOFF_S, LONGEST_BACKOFF_S = 0.02, 5.0
 
 
 class _Measured:
@@ -56,7 +59,7 @@ class ServiceTime:
         rtt_s: of its path, by pings; None: unknown.
     """
 
-    __slots__ = ("_busy_until", "_last_at", "_measured", "_outstanding", "rtt_s")
+    __slots__ = ("_busy_until", "_last_at", "_measured", "_n_refused", "_outstanding", "rtt_s")
 
     def __init__(self) -> None:
         self.rtt_s: float | None = None
@@ -64,6 +67,7 @@ class ServiceTime:
         self._outstanding: dict[Hashable, float] = {}  # when each was sent, oldest first
         self._last_at = -math.inf  # when something was last sent or answered
         self._busy_until = -math.inf
+        self._n_refused = 0  # in a row
 
     @property
     def is_seen(self) -> bool:
@@ -86,6 +90,7 @@ class ServiceTime:
         if sent_at is None:
             return
         self._last_at = now
+        self._n_refused = 0
         size = n_pairs.bit_length()
         measured = self._measured.get(size)
         if measured is None:
@@ -98,9 +103,16 @@ class ServiceTime:
         self._outstanding.pop(key, None)
 
     def refused(self, key: Hashable, retry_after_s: float, now: float) -> None:
-        """The peer is too busy for a batch, and says when to come back."""
+        """The peer is too busy for a batch, and says when to come back.
+
+        What it refuses while it is known to be busy (the other chunks of a batch) makes the time no longer than it says.
+        """
         self._outstanding.pop(key, None)
-        self._busy_until = now + retry_after_s
+        if now >= self._busy_until:
+            self._n_refused += 1
+            backoff_s = min(LONGEST_BACKOFF_S, BACKOFF_S * 2.0 ** min(self._n_refused - 1, 30))
+            retry_after_s = max(retry_after_s, backoff_s)
+        self._busy_until = max(self._busy_until, now + retry_after_s)
 
     def estimate_s(self, n_pairs: int, now: float) -> float:
         """Return what an answer to so much work should take; optimistic where nothing is known."""

@@ -198,8 +198,11 @@ class Connection:
 
     def close(self, error: SwarmError | None = None) -> None:
         """Close at once; what waits fails with `error` (default: ConnectionLost)."""
-        self._end(error or ConnectionLost("closed by this side"))
-        self.flush()
+        try:
+            self._end(error or ConnectionLost("closed by this side"))
+            self.flush()
+        except Exception as failure:
+            self._break(failure)
 
     # For the endpoint
 
@@ -207,20 +210,20 @@ class Connection:
         """Take in one datagram. `received` follows, once for all datagrams of a tick."""
         try:
             self.driver.receive(data, address, now)
-        except (
-            Exception
-        ) as error:  # whatever a datagram can make aioquic or its parsers raise ends this connection only
-            logger.debug("QUIC failed on a datagram", exc_info=True)
-            self._end(RemoteProtocolError(f"a datagram that QUIC cannot take: {type(error).__name__}"))
+        except Exception as failure:
+            self._break(failure)
 
     def received(self, now: float) -> None:
         """Act on the datagrams that `receive` took in, and flush in this tick if there may be something to send."""
-        self._pump(now)
-        self._drained.set()
-        n_streams = self.driver.n_streams()
-        if n_streams > MAX_STREAMS:
-            self._end(RemoteProtocolError(f"too many streams: got {n_streams}, expected {MAX_STREAMS}"))
-        self.flush_soon(is_forced=False)
+        try:
+            self._pump(now)
+            self._drained.set()
+            n_streams = self.driver.n_streams()
+            if n_streams > MAX_STREAMS:
+                self._end(RemoteProtocolError(f"too many streams: got {n_streams}, expected {MAX_STREAMS}"))
+            self.flush_soon(is_forced=False)
+        except Exception as failure:
+            self._break(failure)
 
     def flush_soon(self, *, is_forced: bool = True) -> None:
         """Flush once in this tick of the loop, however often it is asked for.
@@ -242,16 +245,22 @@ class Connection:
             return
         self._is_flush_due = True  # and if nothing more comes, that flush finds nothing to do
         self._loop.call_soon(self._flush_once)
-        self.flush()
+        try:
+            self.flush()
+        except Exception as failure:
+            self._break(failure)
 
     def _flush_once(self) -> None:
         self._is_flush_due = False
-        has_data = self._hand_over()
-        if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
-            self._flush(has_data)
-        else:
-            self._count_unsent()
-            self._set_timer(clock())
+        try:
+            has_data = self._hand_over()
+            if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
+                self._flush(has_data)
+            else:
+                self._count_unsent()
+                self._set_timer(clock())
+        except Exception as failure:
+            self._break(failure)
 
     def flush(self) -> None:
         """Hand the session's bytes to QUIC, QUIC's datagrams to the socket, and set the timer anew."""
@@ -346,6 +355,12 @@ class Connection:
 
     def _on_timer(self) -> None:
         self._timer = None
+        try:
+            self._act_on_time()
+        except Exception as failure:
+            self._break(failure)
+
+    def _act_on_time(self) -> None:
         now = clock()
         at = self._next_deadline()
         if at is not None and now < at:  # moved away: of a busy connection nearly always
@@ -450,19 +465,34 @@ class Connection:
             return
         self._error = error
         self._drained.set()
+        for exchange in list(self._answers):  # first: what follows may fail, and they have no other deadline
+            self._settle(exchange, error)
+        if not self._opened.done():
+            self._opened.set_exception(error)
         if self._session is not None:
             self._handle(self._session.close(error))
             self._hand_over()  # a refusal of the greeting still goes out, before QUIC drops all but its CONNECTION_CLOSE
             self._send_all(clock(), True)
-        for exchange in list(self._answers):
-            self._settle(exchange, error)
-        if not self._opened.done():
-            self._opened.set_exception(error)
         code = error.code if isinstance(error, RemoteProtocolError) else 0
         self.quic.close(error_code=code, reason_phrase=str(error)[:200] if code else "")
         self.flush_soon()
         if isinstance(error, RemoteProtocolError):
             logger.info("closed a connection: %s", error)
+
+    def _break(self, failure: Exception) -> None:
+        """End this connection, and no other, because QUIC, one of its parsers or we failed on what came or fell due.
+
+        Without it nobody would set the timer again, and who waits would wait for ever.
+        """
+        logger.debug("a connection failed", exc_info=failure)
+        is_closing = self._error is not None
+        try:
+            self._end(RemoteProtocolError(f"QUIC failed: {type(failure).__name__}"))
+        except Exception:
+            logger.debug("and cannot be closed in good order", exc_info=True)
+            is_closing = True
+        if is_closing:  # there is no telling whether its closing period would end
+            self._finish()
 
     def _finish(self) -> None:
         if not self._gone.is_set():

@@ -237,24 +237,26 @@ class Endpoint:
         assert self._flights is not None
         now, n_left = clock(), MAX_DATAGRAMS_PER_WAKE
         touched: dict[Connection, None] = {}
-        while n_left > 0:
-            n_left -= 1
-            try:
-                datagrams, address = self._flights.receive()
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError as error:  # an ICMP error of an earlier send; the connection notices by its timers
-                logger.debug("receive failed: %s", error)
-                continue
-            n_left -= len(datagrams) - 1
-            for data in datagrams:
-                self.bytes_received += len(data)
-                connection = self._connection_for(data, address)
-                if connection is not None:
-                    connection.receive(data, address, now)
-                    touched[connection] = None
-        for connection in touched:
-            connection.received(now)
+        try:
+            while n_left > 0:
+                n_left -= 1
+                try:
+                    datagrams, address = self._flights.receive()
+                except (BlockingIOError, InterruptedError):
+                    break
+                except OSError as error:  # an ICMP error of an earlier send; the connection notices by its timers
+                    logger.debug("receive failed: %s", error)
+                    continue
+                n_left -= len(datagrams) - 1
+                for data in datagrams:
+                    self.bytes_received += len(data)
+                    connection = self._connection_for(data, address)
+                    if connection is not None:
+                        connection.receive(data, address, now)
+                        touched[connection] = None
+        finally:  # also where one of them, or a stranger's packet, made us fail: a connection ends its own failures itself
+            for connection in touched:
+                connection.received(now)
 
     def _connection_for(self, data: bytes, address: Any) -> Connection | None:
         if not data or data[0] < 64:

@@ -145,3 +145,37 @@ def test_who_leaves_the_line_is_out_of_it_and_loses_no_other_its_turn() -> None:
     line.discard(entries[0])
     assert len(line) == 3
     assert [line.take()[0] for _ in range(3)] == [entries[1], entries[2], entries[3]]
+
+
+def test_one_that_sent_many_gets_its_turn_among_several_that_come_back_with_one_each() -> None:
+    line: Line[Waiting] = Line()
+    asker_of: dict[int, str] = {}
+
+    def add(asker: str) -> None:
+        entry = Waiting(exact())
+        asker_of[id(entry)] = asker
+        entries.append(entry)
+        line.add(entry, asker)
+
+    entries: list[Waiting] = []
+    for asker in "AAAAAAAABC":
+        add(asker)
+    turns = ""
+    for _ in range(12):
+        [entry] = line.take()
+        asker = asker_of[id(entry)]
+        turns += asker
+        if asker in "BC":
+            add(asker)
+    assert turns == "ABCABCABCABC"
+
+
+def test_who_had_the_last_turn_and_comes_back_does_not_pass_who_waits() -> None:
+    line: Line[Waiting] = Line()
+    first, other, again = (Waiting(exact()) for _ in range(3))
+    line.add(first, "a")
+    line.add(other, "b")
+    assert line.take() == [first]
+    line.add(again, "a")
+    assert line.take() == [other]
+    assert line.take() == [again]

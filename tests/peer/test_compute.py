@@ -35,6 +35,7 @@ class FakeExecutor:
         self.threads: set[str] = set()
         self.is_busy, self.may_end = threading.Event(), threading.Event()
         self.error: Exception | None = None
+        self.most_rows = 1000
 
     def run(self, layer: int, x: npt.NDArray[np.float32], *_: object) -> npt.NDArray[np.float32]:
         self.layers.append(layer)
@@ -43,6 +44,8 @@ class FakeExecutor:
         assert self.may_end.wait(5)
         if self.error is not None:
             raise self.error
+        if len(x) > self.most_rows:
+            raise MemoryError
         return np.zeros_like(x)
 
 
@@ -182,6 +185,22 @@ async def test_closing_finishes_what_is_under_way_and_drops_the_rest(line: Compu
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("compute")]
 
 
+async def test_the_loop_is_free_while_a_line_closes_and_need_not_wait_for_its_end(
+    line: Compute, executor: FakeExecutor
+) -> None:
+    await start(line, executor, 1)
+    closing = asyncio.create_task(line.wait_closed())
+    await asyncio.sleep(0)
+    assert not closing.done()
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    assert not executor.may_end.is_set(), "the computation is still under way"
+    closing = asyncio.create_task(line.wait_closed())
+    executor.may_end.set()
+    await asyncio.wait_for(closing, 5)
+    assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
+
+
 # Merging
 
 
@@ -246,6 +265,34 @@ async def test_a_bad_dispatch_fails_alone_and_the_rest_of_its_group_is_answered(
     assert [type(outcome) for outcome in outcomes] == [m.Result, ExpertsNotHeld, RemoteProtocolError, m.Result]
     assert "experts 4" in str(outcomes[1])
     assert real_executor.assignments().total == before + 6
+
+
+async def test_what_has_no_room_together_is_computed_one_by_one_and_the_thread_lives_on(
+    line: Compute, executor: FakeExecutor
+) -> None:
+    executor.most_rows = 2
+    tasks = await held(line, executor, [dispatch(0), dispatch(0)])
+    executor.may_end.set()
+    results = await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert [len(result.rows) for result in results] == [2] * 3
+    assert executor.layers == [9, 0, 0, 0]
+    await asyncio.wait_for(line.start(dispatch(1)), 5)
+
+
+async def test_what_has_no_room_on_the_loop_fails_and_the_next_is_computed(
+    line: Compute, executor: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor.may_end.set()
+    await line.start(dispatch())
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    executor.most_rows = 1
+    outcomes = await asyncio.wait_for(
+        asyncio.gather(line.start(dispatch()), line.start(dispatch()), return_exceptions=True), 5
+    )
+    assert [type(outcome) for outcome in outcomes] == [MemoryError] * 2
+    assert executor.threads == {"compute", "MainThread"}
+    executor.most_rows = 2
+    await asyncio.wait_for(line.start(dispatch()), 5)
 
 
 # The loop or the thread

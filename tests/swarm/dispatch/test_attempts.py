@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from swarm.dispatch.attempts import BUSY_PATIENCE_S, HEDGE_BURST, AttemptStats, HedgeBudget, LayerAttempts, Order
+from swarm.dispatch.attempts import (
+    BUSY_PATIENCE_S,
+    HEDGE_BURST,
+    RESEND_S,
+    AttemptStats,
+    HedgeBudget,
+    LayerAttempts,
+    Order,
+)
 from swarm.dispatch.plan import HERE, Batch, part_of, plan_dispatch
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.errors import ConnectionLost, DeadlineExceeded, Overloaded
@@ -16,6 +24,7 @@ NODES = (A, B, C)
 NOW = 1000.0
 SERVICE_S = 0.010  # of every peer, so often measured that it is hedged at the floor or little above
 LOST = ConnectionLost("silent for 3.0 s")
+BUSY = Overloaded("full")
 
 
 class Case:
@@ -63,6 +72,13 @@ class Case:
         at = self.attempts.next_deadline()
         assert at is not None
         return at, self.attempts.handle_timeout(at)
+
+    def wait_for_orders(self) -> tuple[float, list[Order]]:
+        """Let time pass until something is sent; return when, and what."""
+        new: list[Order] = []
+        while not new:
+            at, new = self.wait()
+        return at, new
 
     @property
     def winners(self) -> list[NodeId]:
@@ -233,6 +249,103 @@ def test_a_busy_peers_batch_goes_to_a_replica_first() -> None:
     assert nodes(case.attempts.failed(case.orders[1], Overloaded("full"), NOW, retry_after_s=0.2)) == [A]
 
 
+def test_who_was_only_busy_is_asked_again_once_the_replica_that_stood_in_is_lost() -> None:
+    case = Case(others={A: [], B: [C]})
+    case.attempts.answered(case.orders[0])
+    [instead] = case.attempts.failed(case.orders[1], BUSY, NOW, retry_after_s=0.02)
+    assert case.attempts.failed(instead, LOST, NOW + 0.015) == []
+    assert case.attempts.error is None
+    at, [again] = case.wait_for_orders()
+    assert (again.node, at) == (B, NOW + 0.02)
+    case.attempts.answered(again)
+    assert case.winners == [A, B]
+    assert (case.stats.n_busy, case.stats.n_rescued) == (1, 0)
+
+
+def test_of_several_that_are_only_busy_the_first_to_be_free_is_asked() -> None:
+    case = Case(others={A: [], B: [C]})
+    case.attempts.answered(case.orders[0])
+    [instead] = case.attempts.failed(case.orders[1], BUSY, NOW, retry_after_s=0.02)
+    assert case.attempts.failed(instead, BUSY, NOW + 0.005, retry_after_s=5.0) == []
+    at, [again] = case.wait_for_orders()
+    assert (again.node, at) == (B, NOW + 0.02)
+    case.attempts.failed(again, LOST, NOW + 0.03)
+    at, [last] = case.wait_for_orders()
+    assert (last.node, at) == (C, NOW + 5.005)
+    case.attempts.failed(last, LOST, NOW + 5.01)
+    assert case.attempts.error is not None
+
+
+def test_a_replica_that_was_busy_when_a_hang_was_hedged_is_asked_again_when_it_is_overdue() -> None:
+    case = Case(others={A: [], B: [C]})
+    case.attempts.answered(case.orders[0])
+    hedged_at, [hedge] = case.wait()
+    assert case.attempts.failed(hedge, BUSY, hedged_at + 0.001, retry_after_s=0.02) == []
+    at, new = case.wait_for_orders()
+    assert nodes(new) == [C]
+    assert 0.25 <= at - NOW < 0.5, "long before the session calls the peer lost"
+    case.attempts.answered(new[0])
+    assert case.winners == [A, C]
+
+
+def test_the_wait_for_who_is_busy_ends_with_the_layers_patience_also_beside_a_hang() -> None:
+    case = Case(others={A: [], B: [C]})
+    case.attempts.answered(case.orders[0])
+    last = NOW
+    while case.attempts.next_deadline() is not None:
+        last, new = case.wait()
+        for order in new:
+            assert order.node == C
+            case.attempts.failed(order, BUSY, last, retry_after_s=0.5)
+    assert BUSY_PATIENCE_S - 1 < last - NOW < BUSY_PATIENCE_S + 1
+    case.attempts.failed(case.orders[1], LOST, last)
+    assert case.attempts.error is not None
+
+
+def test_who_is_busy_for_all_of_a_batch_stands_in_for_a_part_that_is_lost() -> None:
+    case = Case(others={A: [], B: [A, C]}, split=True)
+    case.attempts.answered(case.orders[0])
+    parts = case.attempts.failed(case.orders[1], BUSY, NOW, retry_after_s=0.02)
+    assert nodes(parts) == [A, C]
+    case.attempts.answered(parts[0])
+    case.attempts.failed(parts[1], LOST, NOW + 0.001)
+    _, [again] = case.wait_for_orders()
+    assert (again.node, again.batch.expert_ids.tolist()) == (B, [3])
+    case.attempts.answered(again)
+    assert case.winners == [A, A, B]
+
+
+def test_when_a_copy_for_a_hang_fails_the_hang_is_looked_at_again() -> None:
+    case = Case(others={A: [], B: [C]})
+    case.attempts.answered(case.orders[0])
+    while case.budget.spend():
+        pass
+    at, new = case.wait_for_orders()
+    assert nodes(new) == [C]
+    assert case.others is not None
+    case.others[B].append(A)  # has come meanwhile
+    assert case.attempts.failed(new[0], LOST, at + 0.1) == []
+    due = case.attempts.next_deadline()
+    assert due is not None
+    assert due <= at + 0.1
+    assert nodes(case.attempts.handle_timeout(at + 0.1)) == [A]
+
+
+def test_a_hedge_for_which_there_is_nobody_costs_nothing() -> None:
+    case = Case(others={A: [], B: []})
+    for _ in range(2):  # the hedge's time, and overdue
+        case.wait()
+    assert case.stats.n_hedged == 0
+    assert sum(case.budget.spend() for _ in range(100)) == HEDGE_BURST
+
+
+def test_a_layer_asks_nobody_else_after_the_longest_deadline() -> None:
+    case = Case(others=BOTH)
+    assert nodes(case.attempts.failed(case.orders[0], LOST, NOW + RESEND_S - 1)) == [B]
+    assert case.attempts.failed(case.orders[1], LOST, NOW + RESEND_S) == []
+    assert case.attempts.error is not None
+
+
 @pytest.mark.parametrize("others", [None, {A: [], B: []}])
 def test_own_experts_are_the_last_resort(others: dict[NodeId, list[NodeId]] | None) -> None:
     case = Case(others=others, has_local=True)
@@ -251,6 +364,16 @@ def test_own_experts_step_in_for_a_hang_only_when_it_is_overdue() -> None:
     at, new = case.wait()
     assert nodes(new) == [HERE, HERE]
     assert at - NOW > 0.2
+
+
+def test_own_experts_that_fail_leave_the_layer_to_a_peer_that_is_only_slow() -> None:
+    case = Case(others={A: [], B: []}, has_local=True)
+    case.attempts.answered(case.orders[0])
+    _, new = case.wait_for_orders()
+    assert case.attempts.failed(new[0], LOST, NOW + 1) == []
+    assert case.attempts.error is None
+    case.attempts.answered(case.orders[1])
+    assert case.winners == [A, B]
 
 
 def test_own_experts_that_fail_end_the_layer() -> None:

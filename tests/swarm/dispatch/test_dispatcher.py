@@ -658,6 +658,7 @@ class Ours:
     def __init__(self, experts: range = range(E)) -> None:
         self.experts = experts
         self.n_runs = 0
+        self.failure: Exception | None = None
 
     def holds(self, layer: int, experts: Collection[int]) -> bool:
         return all(expert in self.experts for expert in experts)
@@ -671,6 +672,8 @@ class Ours:
         weights: Array | None,
     ) -> Array:
         self.n_runs += 1
+        if self.failure is not None:
+            raise self.failure
         request = SimpleNamespace(
             layer=layer,
             rows=x,
@@ -930,6 +933,24 @@ def test_experts_that_nobody_holds_are_computed_here_if_they_can_be() -> None:
             it.placement.mark_down(A)
             assert it.holders.missing() == dict.fromkeys(LAYERS, tuple(range(5)))
             assert (await fails(it)).experts == tuple(range(5))
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("failure", [OSError("gone"), MemoryError(), RuntimeError("no thread")])
+def test_own_experts_that_fail_leave_a_slow_peers_answer_to_count(failure: Exception) -> None:
+    async def main() -> None:
+        ours = Ours(range(5, 8))
+        ours.failure = failure
+        async with star(own=ours) as it:
+            it.peers[B].latency_s = 2.0
+            x, ids, weights = choice(20)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert out.tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+            assert it.dispatcher.stats.attempts.n_local == 1
+            strike(it, B, "broken")
+            error = await fails(it)
+            assert type(failure).__name__ in str(error)
 
     virtual_time.run(main())
 

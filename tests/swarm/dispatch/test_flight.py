@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -83,6 +84,44 @@ def test_it_lands_when_every_batch_has_an_answer_and_late_ones_are_handed_over()
         crew.of(B).set_result(RESULT)
         await asyncio.sleep(0)
         assert crew.times.of(B).is_seen, "a late answer is a measurement"
+
+    virtual_time.run(main())
+
+
+def test_a_late_answer_keeps_neither_the_layers_rows_nor_its_answers() -> None:
+    async def main() -> None:
+        crew = Crew()
+        kept: list[weakref.ref[object]] = []
+
+        def check(order: Order, answer: m.Response) -> m.Result:
+            rows = np.zeros((1, 1), np.float32)
+            kept.append(weakref.ref(rows))
+            return m.Result(codec=RowCodec.F32, rows=rows, compute_us=1, queue_us=1)
+
+        def fly() -> asyncio.Task[list[tuple[Order, m.Result]]]:
+            x = np.zeros((1, 1), np.float32)
+            kept.append(weakref.ref(x))
+
+            def send(order: Order) -> asyncio.Future[m.Response]:
+                assert x.size
+                return crew.send(order)
+
+            return asyncio.create_task(Flight(crew, crew.attempts, send, check).land())
+
+        task = fly()
+        await asyncio.sleep(0)
+        crew.of(A).set_result(RESULT)
+        await asyncio.sleep(2.0)  # B is overdue
+        crew.of(C).set_result(RESULT)
+        await task
+        del task
+        await asyncio.sleep(0)
+        assert crew.late == [crew.of(B)]
+        assert len(kept) == 3
+        assert [each() is None for each in kept] == [True] * 3
+        crew.of(B).set_result(RESULT)
+        await asyncio.sleep(0)
+        assert crew.times.of(B).is_seen
 
     virtual_time.run(main())
 

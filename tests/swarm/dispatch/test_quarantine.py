@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.dispatch.quarantine import FIRST_S, FORGET_S, LONGEST_S, MAX_NODES, Quarantine, State
+from swarm.dispatch.quarantine import FIRST_S, FORGET_S, LONGEST_S, MAX_NODES, SAME_MOMENT_S, Quarantine, State
 from swarm.ids import NodeId
 
 A, B = (NodeId(bytes([n]) * 32) for n in (10, 20))
@@ -61,8 +61,21 @@ def test_what_is_free_at_first_may_be_cheap_afterwards() -> None:
     quarantine, now = Quarantine(), 100.0
     for _ in range(10):
         shut_s = quarantine.fail(A, now, n_free=1, longest_s=3.0)
-        now += shut_s
+        now += max(shut_s, SAME_MOMENT_S)
     assert shut_s == 3.0
+
+
+def test_everything_that_a_lost_connection_fails_at_once_is_free_together() -> None:
+    quarantine = Quarantine()
+    assert [quarantine.fail(A, 100.0 + n / 100, n_free=1) for n in range(4)] == [0.0] * 4
+    assert quarantine.state(A, 100.03) is State.HALF_OPEN
+    assert quarantine.fail(A, 100.0 + SAME_MOMENT_S, n_free=1) == FIRST_S, "the next time is another"
+
+
+def test_what_is_never_free_costs_at_the_moment_of_a_free_failure_too() -> None:
+    quarantine = Quarantine()
+    quarantine.fail(A, 100.0, n_free=1)
+    assert quarantine.fail(A, 100.0) > 0
 
 
 def test_failures_are_remembered_beyond_a_short_recovery_but_not_for_ever() -> None:

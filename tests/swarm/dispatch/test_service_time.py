@@ -11,6 +11,7 @@ from swarm.dispatch.service_time import (
     DEADLINE_FLOOR_S,
     FADE_S,
     HEDGE_FLOOR_S,
+    LONGEST_BACKOFF_S,
     OVERDUE_FLOOR_S,
     UNSEEN_S,
     ServiceTime,
@@ -109,6 +110,39 @@ def test_a_busy_peer_costs_what_it_says_and_no_longer() -> None:
     assert times.n_outstanding == 0
     assert times.estimate_s(4, now) == pytest.approx(0.202)
     assert times.estimate_s(4, now + 0.2) == pytest.approx(0.002, rel=0.05)
+
+
+def refuse(times: ServiceTime, now: float, retry_after_s: float = 0.01) -> float:
+    """Let the peer refuse a batch; return for how long it is taken to be busy."""
+    times.sent("refused", now)
+    times.refused("refused", retry_after_s, now)
+    busy_s = 0.0
+    while times.estimate_s(4, now + busy_s) > (times.rtt_s or 0.0) + 1e-9:
+        busy_s += times.estimate_s(4, now + busy_s) - (times.rtt_s or 0.0)
+    return busy_s
+
+
+def test_a_peer_that_only_ever_refuses_is_asked_more_and_more_rarely() -> None:
+    times, now, waits = ServiceTime(), 1000.0, []
+    times.rtt_s = 0.001
+    for _ in range(12):
+        waits.append(refuse(times, now))
+        now += waits[-1]
+    assert waits[:3] == pytest.approx([0.02, 0.04, 0.08], rel=0.01)
+    assert waits[-1] == pytest.approx(LONGEST_BACKOFF_S, rel=0.01)
+    now = answer(times, 0.002, now)
+    times.sent("refused", now)
+    times.refused("refused", 0.01, now)
+    assert times.estimate_s(4, now) == pytest.approx(0.022), "an answer ends that"
+
+
+def test_what_is_refused_at_once_counts_once() -> None:
+    times = ServiceTime()
+    for key in range(8):
+        times.sent(key, 1000.0)
+    for key in range(8):
+        times.refused(key, 0.02, 1000.0 + key / 1e4)
+    assert times.estimate_s(4, 1000.001) == pytest.approx(0.02, rel=0.05)
 
 
 def test_an_answer_that_nobody_waits_for_is_no_measurement() -> None:

@@ -1,0 +1,202 @@
+"""A connection whose QUIC library fails: it ends by itself, and whoever waits hears of it. All else is in tests/e2e/net."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from swarm.errors import ConnectionLost, RemoteProtocolError, SwarmError
+from swarm.net.connection import Connection
+from swarm.net.endpoint import Endpoint
+from swarm.wire import messages as m
+from swarm.wire import session as s
+from swarm.wire.greetings import State
+from tests.swarm.net.test_certificate import CLIENT
+
+ADDRESS = ("192.0.2.1", 5)
+
+
+class FakeDriver:
+    """A QUIC library with nothing to do, one of whose calls fails."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.failing = failing
+        self.is_closed = False
+        self.quic = SimpleNamespace(
+            configuration=SimpleNamespace(is_client=True),
+            close=self._close,
+            next_event=lambda: self._do("next_event"),
+            send_ping=lambda uid: None,
+        )
+        self.events = SimpleNamespace()
+
+    def _do(self, name: str) -> None:
+        if self.failing == name:
+            raise AssertionError("the library has lost count")
+
+    def _close(self, *, error_code: int, reason_phrase: str) -> None:
+        self._do("close")
+        self.is_closed = True
+
+    def receive(self, data: bytes, address: Any, now: float) -> None:
+        self._do("receive")
+
+    def n_streams(self) -> int:
+        return 0
+
+    def n_unsent_bytes(self) -> int:
+        return 0
+
+    def send_stream_data(self, stream: int, data: bytes, is_end: bool) -> None:
+        self._do("send_stream_data")
+
+    def wants_flush(self) -> bool:
+        return True
+
+    def flush(self, now: float, *, has_data: bool) -> Iterator[Any]:
+        self._do("flush")
+        return iter(())
+
+    def has_near_deadline(self, now: float) -> bool:
+        return True
+
+    def next_deadline(self) -> None:
+        return None
+
+    def handle_timer(self, now: float) -> None:
+        self._do("handle_timer")
+
+    def copies(self, now: float) -> list[Any]:
+        return []
+
+
+class FakeSession:
+    """A session with one request under way, that is due at once."""
+
+    state = State.OPEN
+    remote = None
+    n_outgoing_bytes = 0
+    wants_ping = False
+
+    def __init__(self) -> None:
+        self.has_outgoing = False
+        self.deadline: float | None = None
+
+    def request(self, message: m.Request, **_: object) -> int:
+        self.has_outgoing = True
+        self.deadline = 0.0
+        return 0
+
+    def take_outgoing(self) -> list[Any]:
+        has_outgoing, self.has_outgoing = self.has_outgoing, False
+        return [SimpleNamespace(exchange=0, is_reset=False, data=b"x", is_end=True)] if has_outgoing else []
+
+    def next_deadline(self) -> float | None:
+        return self.deadline
+
+    def handle_timeout(self, now: float) -> list[Any]:
+        self.deadline = None
+        return []
+
+    def close(self, error: SwarmError) -> list[Any]:
+        self.deadline = None
+        return []
+
+
+def connect(driver: FakeDriver, gone: list[Connection]) -> Connection:
+    return Connection(
+        cast(Any, driver),
+        cast(s.Session, FakeSession()),
+        make_session=lambda _: pytest.fail("it has one"),
+        expected=None,
+        send=lambda flight: None,
+        send_copy=lambda data, address: None,
+        on_request=lambda *_: None,
+        on_cancel=lambda *_: None,
+        on_open=lambda _: None,
+        on_gone=gone.append,
+        on_unsent=lambda *_: None,
+        on_cid=lambda *_: None,
+    )
+
+
+async def outcome(answer: asyncio.Future[m.Response]) -> BaseException | None:
+    await asyncio.wait([answer], timeout=1.0)
+    assert answer.done(), "who waits must hear of it"
+    return answer.exception()
+
+
+@pytest.mark.parametrize("failing", ["handle_timer", "next_event", "flush", "send_stream_data"])
+async def test_a_library_that_fails_as_time_passes_ends_what_waits(failing: str) -> None:
+    """Each is called on the way of a request, or when its time is over."""
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: pytest.fail(str(context)))
+    gone: list[Connection] = []
+    driver = FakeDriver(failing)
+    connection = connect(driver, gone)
+    answer = connection.start(m.GetStatus(), timeout_s=0.0)
+    assert isinstance(await outcome(answer), RemoteProtocolError)
+    assert not connection.is_open
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert driver.is_closed or gone == [connection]
+
+
+@pytest.mark.parametrize("failing", ["receive", "next_event"])
+async def test_a_datagram_on_which_the_library_fails_ends_its_connection_only(failing: str) -> None:
+    driver, gone = FakeDriver(), cast(list[Connection], [])
+    connection, other = connect(driver, gone), connect(FakeDriver(), gone)
+    answer = connection.start(m.GetStatus(), timeout_s=60.0)
+    driver.failing = failing
+    for each in (connection, other):
+        each.receive(b"data", ADDRESS, 1.0)
+    for each in (connection, other):
+        each.received(1.0)
+    assert isinstance(await outcome(answer), RemoteProtocolError)
+    assert not connection.is_open
+    assert other.is_open
+
+
+async def test_a_connection_that_cannot_even_be_closed_is_gone_at_once() -> None:
+    gone: list[Connection] = []
+    connection = connect(FakeDriver("close"), gone)
+    answer = connection.start(m.GetStatus(), timeout_s=60.0)
+    connection.close()
+    assert isinstance(await outcome(answer), ConnectionLost)
+    assert gone == [connection]
+    await asyncio.wait_for(connection.wait_gone(), 1.0)
+
+
+async def test_one_that_fails_while_it_closes_is_gone_too() -> None:
+    gone: list[Connection] = []
+    driver = FakeDriver()
+    connection = connect(driver, gone)
+    connection.close()
+    assert gone == []
+    driver.failing = "flush"
+    connection.flush_soon()
+    await asyncio.wait_for(connection.wait_gone(), 1.0)
+    assert gone == [connection]
+
+
+async def test_what_fails_in_reading_does_not_skip_those_who_were_touched_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint = Endpoint(CLIENT)
+    connection = connect(FakeDriver(), [])
+    received: list[float] = []
+    monkeypatch.setattr(connection, "received", received.append)
+    arriving = [[b"\x40" + b"a" * 8], [b"\xc0 of a stranger"]]
+    endpoint._flights = cast(Any, SimpleNamespace(receive=lambda: (arriving.pop(0), ADDRESS)))
+    endpoint._by_cid[b"a" * 8] = connection
+
+    def fail(*_: object, **_options: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr("swarm.net.endpoint.pull_quic_header", fail)
+    with pytest.raises(RuntimeError):
+        endpoint._on_readable()
+    assert len(received) == 1
