@@ -176,13 +176,17 @@ class PeerDaemon:
                 await _require_registry(registry)
                 await self._join(registry, pool, on_ready)
             finally:
+                is_told_twice = True
                 try:
                     await self._drain()
+                    is_told_twice = False
                 finally:  # also when told twice to leave
                     await registry.close()
                     await pool.close()
                     for each in filter(None, (self._slice, self._former)):
-                        each.compute.close()
+                        each.compute.stop()
+                        if not is_told_twice:  # a computation may take long
+                            await each.compute.wait_closed()
 
     async def _join(self, registry: RegistryClient, pool: Pool, on_ready: Callable[[PeerReady], None]) -> None:
         numbers = SequenceNumbers(self._config.folders.state / f"{self._identity.node_id}.seq")
@@ -247,7 +251,8 @@ class PeerDaemon:
             model_id, offers = choose_trusted(offers, wanted, config.publishers)
         manifest = await fetch_manifest(pool, model_id, offers)
         store = BlockStore(config.folders.cache, manifest)
-        fetcher = SliceFetcher(registry, pool, store, progress.fetching)
+        trusts = (lambda offer: True) if config.publishers is None else config.publishers.knows
+        fetcher = SliceFetcher(registry, pool, store, progress.fetching, trusts=trusts)
         opened = OpenModel(manifest=manifest, name=offers[0].model_name, source=store, held=None)
         yield _Opened(model=opened, fetch=fetcher.fetch, is_fetched=True)
 

@@ -19,7 +19,7 @@ from swarm.errors import (
     SwarmError,
     UserError,
 )
-from swarm.ids import ExpertSet, ModelId
+from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.interruptible import run_interruptibly
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
@@ -103,13 +103,23 @@ class SliceFetcher:
         pool: Pool,
         store: BlockStore,
         progress: Callable[[int, int], None],
+        *,
+        trusts: Callable[[ModelOffer], bool] = lambda offer: True,
     ) -> None:
-        """`progress` is told (blocks there, blocks wanted) after each block."""
+        """Prepare.
+
+        Args:
+            progress: told (blocks there, blocks wanted) after each block.
+            trusts: whether an offer's publisher may be asked: every block is checked, but not how long a stranger lets us wait.
+        """
         self._registry = registry
         self._pool = pool
         self._store = store
         self._progress = progress
+        self._trusts = trusts
         self._offers: list[ModelOffer] = []
+        self._failures: dict[NodeId, int] = {}  # a rising number for each: who failed last is asked last
+        self._n_failures = 0
 
     async def fetch(self, experts: ExpertSet) -> None:
         """Return when the store has every block of `experts`.
@@ -149,20 +159,22 @@ class SliceFetcher:
                     self._offers = await self._find_offers()
                 except (NetworkError, RemoteRefused) as failure:  # the offers known so far may do
                     logger.warning("cannot ask the registry again: %s", failure)
-            for offer in self._offers:
+            for offer in sorted(self._offers, key=lambda each: self._failures.get(each.node, 0)):
                 try:
                     await self._from(offer, layer, expert)
                     return
                 except FAILURES as failure:
                     logger.warning("no block of layer %d, expert %d: %s", layer, expert, failure)
                     error = failure
+                    self._n_failures += 1
+                    self._failures[offer.node] = self._n_failures
         if isinstance(error, IntegrityError):
             raise error
         raise NetworkError(f"nobody gives layer {layer}, expert {expert}: {error or 'no offer left'}")
 
     async def _find_offers(self) -> list[ModelOffer]:
         offers = await self._registry.offers(self._store.manifest.model_id)
-        return [offer for offer in offers if offer.offers_blocks]
+        return [offer for offer in offers if offer.offers_blocks and self._trusts(offer)]
 
     async def _from(self, offer: ModelOffer, layer: int, expert: int) -> None:
         connection = await _connect(self._pool, offer)

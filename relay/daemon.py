@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 LOCAL_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches a relay that listens everywhere
 EXPIRE_S = 5.0  # between two sweeps of the table; lookups never see an expired record anyway
-# Announcements on one connection. A node renews its at most 8 records every 15 s, each in at most 2 tries, and tries again a
-# second after a failure. A hostile record costs up to some 10 ms of the loop (measured on one core), so 1 % of it.
+# Announcements on one connection, and what others than members pass on. A node renews its at most 8 records every 15 s, each in
+# at most 2 tries, and tries again a second after a failure. A hostile record costs up to some 10 ms of the loop
+# (measured on one core), so 1 % of it.
 ANNOUNCE_PER_S, ANNOUNCE_BURST = 1.0, 16.0
 # Everything else: a backbone looks up to five times a second while experts are missing, another registry node calls up to twice.
 READ_PER_S, READ_BURST = 10.0, 60.0
@@ -148,7 +149,9 @@ class RelayDaemon:
         return self._registry.answer(asker, request, host=host)
 
     async def _handle(self, connection: Connection, request: m.Request) -> m.Response:
-        self._take_turn(connection, is_announcement=isinstance(request, m.Announce))
+        is_stranger = not self._registry.replica.is_member(connection.remote)
+        is_announcement = isinstance(request, m.Announce) or (isinstance(request, m.Push) and is_stranger)
+        self._take_turn(connection, is_announcement=is_announcement)
         if isinstance(request, m.GetStatus):
             return self.answer(connection.remote, request)
         return await self._registry.serve(connection.remote, request, host=connection.remote_address)

@@ -26,6 +26,7 @@ from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, NodeId, parse_index_set
+from swarm.net.addresses import is_loopback
 from swarm.registry.client import DEFAULT_REGISTRY
 from swarm.registry.publishers import Publishers, own_publishers
 from swarm.units import parse_size_bytes
@@ -124,7 +125,6 @@ def join(
     wanted_layers = parse_index_set(layers, "layers") if layers else None
     advertised = settle_advertise(advertise)
     given = own_publishers(folders.config) | {NodeId.parse(each) for each in publisher or ()}
-    publishers = Publishers(folders.config / "known_publishers", given=given, confirm=confirm)
     fault = _parse_fault(plant_fault) if plant_fault else None
     ready_said = threading.Event()
     tame_openmp()
@@ -158,8 +158,15 @@ def join(
             out.print(f"with {ready.experts} of {ready.model}. Thank you! Ctrl-C leaves.", highlight=False)
 
     async def main() -> None:
+        registries = await settle_registries(registry, folders)
+        publishers = Publishers(
+            folders.config / "known_publishers",
+            given=given,
+            confirm=confirm,
+            is_registry_here=all(is_loopback(each.address[0]) for each in registries),
+        )
         config = PeerConfig(
-            registry=await settle_registries(registry, folders),
+            registry=registries,
             folders=folders,
             experts=wanted_experts,
             layers=wanted_layers,

@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError, UserError
@@ -49,7 +48,9 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 WATCH_TIMEOUT_S = 30.0  # above the registry node's own WATCH_S
-WATCH_RETRY_S = 5.0
+WATCH_RETRY_S = 5.0  # and the longest that a registry node may tell us to wait
+# After each answer: what comes in a burst comes together, and a node that always answers at once costs little.
+WATCH_REST_S = 0.25
 # In a large ring, as long as a watch of the model stands and tells nothing: a look-up of 250 peers brings 5 x 100 KB. Guessed.
 FRESH_S = 10.0
 N_WATCHED = 2  # replicas of each place: what one has missed or withholds, the other tells
@@ -102,6 +103,22 @@ class Registry(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
+class _Watching:
+    """One watch of a model: at several replicas of each place, of which one is enough."""
+
+    model: ModelId
+    on_change: Callable[[Sequence[Record]], None]
+    wanted: list[tuple[NodeId, ...]] = field(default_factory=list)  # by place
+    standing: set[NodeId] = field(default_factory=set)  # those whose last answer was no failure
+    cursors: dict[NodeId, int] = field(default_factory=dict)
+
+    @property
+    def stands(self) -> bool:
+        """Whether news of every place would be told."""
+        return bool(self.wanted) and all(not self.standing.isdisjoint(nodes) for nodes in self.wanted)
+
+
 class RegistryClient:
     """A `Registry` over an endpoint and a few known registry nodes."""
 
@@ -113,7 +130,7 @@ class RegistryClient:
         self._reader = AnswerReader()
         self.n_rounds = 0  # round trips of requests that the last look-up took, dials apart
         self._n_expert: dict[ModelId, int] = {}
-        self._watched_models: Counter[ModelId] = Counter()
+        self._watches: dict[ModelId, list[_Watching]] = {}
         self._fresh: dict[ModelId, tuple[float, list[ExpertAnnouncement]]] = {}  # until when, what a look-up has found
         self._published: dict[tuple[RecordKind, ModelId], tuple[Place, ...]] = {}
         self._cache = cache
@@ -172,7 +189,7 @@ class RegistryClient:
             return [record for record in self._go_on(model, error) if isinstance(record, ExpertAnnouncement)]
         records = await self._look_up(places, model)
         holders = [record for record in records if isinstance(record, ExpertAnnouncement)]
-        if is_large and self._watched_models[model]:
+        if is_large and any(watching.stands for watching in self._watches.get(model, ())):
             self._fresh[model] = now + FRESH_S, holders
         return list(holders)
 
@@ -206,18 +223,21 @@ class RegistryClient:
         the start is not told either. Each registry node tells what is new to itself: the same record may come twice, and one
         that is older than another told before; the higher seq counts.
         """
-        self._watched_models[model] += 1
+        watching = _Watching(model, on_change)
+        self._watches.setdefault(model, []).append(watching)
         try:
-            await self._watch_all(model, on_change)
+            await self._watch_all(watching)
         finally:
-            self._watched_models[model] -= 1
+            self._watches[model].remove(watching)
+            if not self._watches[model]:
+                del self._watches[model]
             self._fresh.pop(model, None)
 
-    async def _watch_all(self, model: ModelId, on_change: Callable[[Sequence[Record]], None]) -> None:
-        cursors: dict[NodeId, int] = {}
+    async def _watch_all(self, watching: _Watching) -> None:
         while True:
             try:
-                contacts = [self._view.contact(key) for key in await self._watched(model)]
+                watching.wanted = await self._watched(watching.model)
+                contacts = [self._view.contact(key) for key in set().union(*watching.wanted)]
             except (NetworkError, RemoteRefused) as error:
                 logger.debug("cannot watch the registry: %s", error)
                 await asyncio.sleep(WATCH_RETRY_S)
@@ -225,7 +245,7 @@ class RegistryClient:
             try:
                 async with asyncio.timeout(MEMBERS_S), asyncio.TaskGroup() as tasks:
                     for contact in contacts:
-                        tasks.create_task(self._watch_one(contact, model, cursors, on_change))
+                        tasks.create_task(self._watch_one(contact, watching))
             except TimeoutError:
                 continue  # others may store it now
 
@@ -258,35 +278,43 @@ class RegistryClient:
             self._n_expert[model] = max(offer.n_expert for offer in offers)
         return self._n_expert[model]
 
-    async def _watched(self, model: ModelId) -> set[NodeId]:
+    async def _watched(self, model: ModelId) -> list[tuple[NodeId, ...]]:
+        """Return whom to ask for news, place by place."""
         ring = await self._view.ring()
         if len(ring) <= N_REPLICAS:
-            return set(ring.members)
+            return [tuple(ring.members)]
         places = [(model, bucket) for bucket in expert_buckets(await self._count_experts(model))]
-        return {node for place in places for node in ring.closest(place, N_WATCHED)}
+        return [ring.closest(place, N_WATCHED) for place in places]
 
-    async def _watch_one(
-        self,
-        contact: Contact,
-        model: ModelId,
-        cursors: dict[NodeId, int],
-        on_change: Callable[[Sequence[Record]], None],
-    ) -> None:
-        while True:
-            try:
-                cursor = cursors.get(contact.key)
-                request = m.Watch(model_id=model, cursor=cursor or 0)
-                answer = await contact.request(request, timeout_s=WATCH_TIMEOUT_S)
-                assert isinstance(answer, m.Changes)  # the session checks an answer's type
-                cursors[contact.key] = answer.cursor
-                records = await self._reader.read(answer.records)
-                news = [record for record, _ in records if record.model == model]
-                if cursor is not None and news:
-                    self._fresh.pop(model, None)
-                    on_change(news)
-            except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
-                logger.debug("cannot watch registry node %s: %s", contact.key.short, error)
-                await asyncio.sleep(WATCH_RETRY_S)
+    async def _watch_one(self, contact: Contact, watching: _Watching) -> None:
+        key, model = contact.key, watching.model
+        try:
+            while True:
+                try:
+                    cursor = watching.cursors.get(key)
+                    request = m.Watch(model_id=model, cursor=cursor or 0)
+                    answer = await contact.request(request, timeout_s=WATCH_TIMEOUT_S)
+                    assert isinstance(answer, m.Changes)  # the session checks an answer's type
+                    watching.cursors[key] = answer.cursor
+                    watching.standing.add(key)
+                    records = await self._reader.read(answer.records)
+                    news = [record for record, _ in records if record.model == model]
+                    if cursor is not None and news:
+                        self._fresh.pop(model, None)
+                        watching.on_change(news)
+                    wait_s = WATCH_REST_S
+                except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
+                    logger.debug("cannot watch registry node %s: %s", key.short, error)
+                    self._watch_fell(watching, key)
+                    wait_s = _retry_s(error)
+                await asyncio.sleep(wait_s)
+        finally:
+            self._watch_fell(watching, key)
+
+    def _watch_fell(self, watching: _Watching, key: NodeId) -> None:
+        watching.standing.discard(key)
+        if not watching.stands:
+            self._fresh.pop(watching.model, None)
 
     # Asking several at once
 
@@ -297,7 +325,12 @@ class RegistryClient:
         except NetworkError as error:
             return self._go_on(model, error)
         self._has_answered = True
-        found = [each for answer in answers for each in await self._reader.read(answer.records)]
+        found = [
+            (record, signed)
+            for key, answer in answers
+            for record, signed in await self._reader.read(answer.records)
+            if not self._view.is_misplaced(key, record)
+        ]
         records = [(record, signed) for record, signed in found if model is None or record.model == model]
         chosen = newest(record for record, _ in records)
         if self._cache is not None:
@@ -306,7 +339,7 @@ class RegistryClient:
             await self._save()
         return chosen
 
-    async def _read_places(self, places: Collection[Place], model: ModelId | None) -> list[m.Records]:
+    async def _read_places(self, places: Collection[Place], model: ModelId | None) -> list[tuple[NodeId, m.Records]]:
         ring = await self._view.ring()
         has_all = len(ring) <= N_REPLICAS
         reading = Reading(
@@ -317,13 +350,13 @@ class RegistryClient:
             avoid=self._view.avoided(),
         )
         tasks: dict[asyncio.Task[m.Response], NodeId] = {}
-        answers: list[m.Records] = []
+        answers: list[tuple[NodeId, m.Records]] = []
         errors: list[SwarmError] = []
 
         def ask(asks: Mapping[NodeId, tuple[Place, ...]]) -> None:
             for key, those in asks.items():
                 request = m.Lookup(model_id=model) if has_all else m.Find(places=those)
-                tasks[asyncio.create_task(self._ask(self._view.contact(key), request))] = key
+                tasks[asyncio.create_task(self._ask(key, request))] = key
 
         ask(reading.first)
         try:
@@ -336,7 +369,7 @@ class RegistryClient:
                     if failure is None:
                         answer = task.result()
                         assert isinstance(answer, m.Records)  # the session checks an answer's type
-                        answers.append(answer)
+                        answers.append((key, answer))
                         reading.answered(key)
                     elif isinstance(failure, SwarmError):
                         errors.append(failure)
@@ -345,7 +378,7 @@ class RegistryClient:
                         raise failure
             if reading.has_waited(asyncio.get_running_loop().time()):
                 for key in tasks.values():
-                    self._view.contact(key).missed()
+                    self._view.missed(key)
         finally:
             for task in tasks:
                 task.cancel()
@@ -357,9 +390,7 @@ class RegistryClient:
 
     async def _ask_all(self, keys: Collection[NodeId], request: m.Request) -> list[m.Response]:
         """Return the answers of those that answered; raises NetworkError when none did."""
-        outcomes = await asyncio.gather(
-            *(self._ask(self._view.contact(key), request) for key in keys), return_exceptions=True
-        )
+        outcomes = await asyncio.gather(*(self._ask(key, request) for key in keys), return_exceptions=True)
         answers: list[m.Response] = []
         errors: list[SwarmError] = []
         for outcome in outcomes:
@@ -373,8 +404,8 @@ class RegistryClient:
             return answers
         raise self._worst(errors)
 
-    async def _ask(self, contact: Contact, request: m.Request) -> m.Response:
-        return await contact.request(request, timeout_s=REQUEST_TIMEOUT_S)
+    async def _ask(self, key: NodeId, request: m.Request) -> m.Response:
+        return await self._view.contact(key).request(request, timeout_s=REQUEST_TIMEOUT_S)
 
     def _worst(self, errors: Sequence[SwarmError]) -> SwarmError:
         """Return what to raise when nobody answered: a refusal says more than a dead node's silence."""
@@ -418,3 +449,9 @@ class RegistryClient:
         self._save_at = now + SAVE_S
         records = {signed.signature: signed for kept in self._kept.values() for _, signed in kept}
         await asyncio.to_thread(self._cache.save, self._view.member_records(), records.values())
+
+
+def _retry_s(error: SwarmError) -> float:
+    """Return how long to wait before a watch is tried again: what the registry node asks for, within bounds."""
+    asked_s = error.retry_after_s if isinstance(error, RemoteRefused | Overloaded) else None
+    return WATCH_RETRY_S if asked_s is None else min(max(asked_s, WATCH_REST_S), WATCH_RETRY_S)

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 
-from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError, SwarmError
+from swarm.errors import ConnectionLost, DeadlineExceeded, NetworkError, RemoteProtocolError, SwarmError
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address
 from swarm.net.connection import Connection
@@ -15,6 +15,8 @@ from swarm.wire import messages as m
 
 SUSPECT_S = 30.0  # for so long others are asked in place of a node that failed; guessed
 N_MISSES = 2  # look-ups in a row that had to wait for a node in vain, until it counts as failed; guessed
+# Of a member's addresses: one for each of its protocols. A hostile record's eight take 4 s each to dial in vain.
+MAX_DIALLED = 2
 RTT_GAIN = 1 / 8  # of a new measurement: RFC 6298
 
 
@@ -44,14 +46,18 @@ class Contact:
         return self._connection if self._connection is not None and self._connection.is_open else None
 
     async def request(self, request: m.Request, *, timeout_s: float) -> m.Response:
-        """Return the answer, over a connection that may have to be dialled first.
+        """Return the answer, over a connection that may have to be dialled first; dialling counts into `timeout_s`, too.
 
         Raises:
             NetworkError, RemoteProtocolError: it cannot be reached, or did not answer.
             RemoteRefused: it refused.
         """
         try:
-            answer = await self._request(request, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                answer = await self._request(request, timeout_s)
+        except TimeoutError:  # dialling goes on, for whoever asks next
+            self._suspect()
+            raise DeadlineExceeded(f"no answer from registry node {self.key.short} within {timeout_s:g} s") from None
         except (NetworkError, RemoteProtocolError):
             self._suspect()
             raise

@@ -5,17 +5,18 @@ lacks. News travels faster: for a few rounds after it, a node gossips every NEWS
 
 A member's life, as one node sees it:
 
-    unknown -> heard     its signed record came, from anybody: remembered, passed on, not used
+    unknown -> heard     its signed record came, from anybody: tried, neither used nor passed on; forgotten when its lease ends
     heard   -> proved    it answered at its announced address with its own key (or it called us, or a trusted seed names it)
     proved  -> silent    N_FAILURES calls in a row failed: our own finding, told to nobody
     silent  -> proved    it answered, or called
-    any     -> lost      its lease ended: its address is tried now and then for a day, so that the halves of a network that
+    proved  -> lost      its lease ended: its address is tried now and then for a day, so that the halves of a network that
                          was cut find each other again
     any     -> left      its withdrawal came
 
-Only proved members are in `ring`. So nobody can fill the ring with names at which nobody listens, nor talk a member to death.
-Of one network at most MAX_PER_PREFIX members are taken, oldest first; a name that was tried in vain makes room. An address that
-reaches less far than our own is refused.
+Only proved members are in `ring`, and only they are passed on and remembered: each node finds out for itself. So nobody can fill
+the ring with names at which nobody listens, let others dial them, nor talk a member to death.
+Of one network at most MAX_PER_PREFIX members are taken, oldest first; a name that was tried in vain makes room, and any unproved
+one for one that is proved. An address that reaches less far than our own is refused, and so are addresses in several networks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from swarm.ids import NodeId
-from swarm.registry.networks import host_of, rival_prefix, scope_of
+from swarm.registry.networks import host_of, is_one_network, rival_prefix, scope_of
 from swarm.registry.records import MAX_TTL_S, RecordKind, RegistryNodeRecord, SignedRecord, Withdrawal
 from swarm.registry.ring import Ring, position_of
 
@@ -67,6 +68,11 @@ class Member:
     @property
     def is_usable(self) -> bool:
         return self.record is not None and self.is_proved and not self.is_silent
+
+    @property
+    def is_told(self) -> bool:
+        """Whether others are told of it: proved, or a withdrawal (of a member that was known here)."""
+        return self.is_proved or self.record is None
 
 
 @dataclass(slots=True)
@@ -123,11 +129,15 @@ class Membership:
     def told(self, nodes: Iterable[NodeId], now: float) -> list[Told]:
         """Return the live records of `nodes`, as they may be passed on."""
         members = (self._own if node == self.own else self._members.get(node) for node in nodes)
-        return [(each.signed, each.until - now) for each in members if each is not None and each.until > now]
+        return [
+            (each.signed, each.until - now)
+            for each in members
+            if each is not None and each.is_told and each.until > now
+        ]
 
     def summary(self) -> tuple[tuple[Tag, int], ...]:
-        """Return what to tell another node: (tag, seq) of all that is known."""
-        known = [(node.raw[:TAG_BYTES], member.seq) for node, member in self._members.items()]
+        """Return what to tell another node: (tag, seq) of all that it may be told."""
+        known = [(node.raw[:TAG_BYTES], member.seq) for node, member in self._members.items() if member.is_told]
         if self._own is not None:
             known.append((self.own.raw[:TAG_BYTES], self._own.seq))
         return tuple(known)
@@ -135,18 +145,18 @@ class Membership:
     def compare(self, theirs: Iterable[tuple[Tag, int]], now: float) -> tuple[list[Told], list[Tag]]:
         """Return what another node lacks, by its summary, and the tags of what we lack."""
         wanted: list[Tag] = []
-        lacking = dict(self._members)
+        lacking = {node: member for node, member in self._members.items() if member.is_told}
         for tag, seq in theirs:
             node = self._nodes.get(tag)
-            if node is None or node not in lacking:
+            member = None if node is None else self._members.get(node)
+            if node is None or member is None:
                 if tag != self.own.raw[:TAG_BYTES] and self._may_want(node, seq):
                     wanted.append(tag)
                 continue
-            ours = lacking[node].seq
-            if ours < seq:
+            if member.seq < seq:
                 wanted.append(tag)
-            if ours <= seq:
-                del lacking[node]
+            if member.seq <= seq:
+                lacking.pop(node, None)
         records = [(each.signed, each.until - now) for each in lacking.values() if each.until > now]
         own = self._own
         if own is not None and dict(theirs).get(self.own.raw[:TAG_BYTES], -1) < own.seq:
@@ -232,6 +242,8 @@ class Membership:
         for node in ended:
             member = self._members[node]
             self._drop(node)
+            if not member.is_told:
+                continue
             addresses = () if member.record is None else member.record.addresses
             self._lost[node] = _Lost(member.seq, addresses, now + REMEMBER_S)
             if len(self._lost) > MAX_LOST:
@@ -292,6 +304,8 @@ class Membership:
         if old is None:  # as in the table: what was never here needs no remembering
             return False
         self._drop(node)
+        if not old.is_told:  # nor is a mere name: else anybody could have names passed on, as withdrawals
+            return False
         self._members[node] = member
         self._nodes[node.raw[:TAG_BYTES]] = node
         self._make_haste(now)
@@ -302,6 +316,8 @@ class Membership:
             scope = min(scope_of(host_of(address)) for address in record.addresses)
             if scope < min(scope_of(host_of(address)) for address in self._own.record.addresses):
                 return False
+        if not is_one_network(record.addresses):
+            return False
         new.prefix = rival_prefix(record.addresses[0])
         if old is not None and old.record is not None and old.record.addresses == record.addresses:
             new.is_proved |= old.is_proved
@@ -316,7 +332,7 @@ class Membership:
             return True
         if old is not None:
             self._drop(node)
-        if not self._has_room(new.prefix):
+        if not self._has_room(new.prefix, new.is_proved):
             return False
         self._lost.pop(node, None)
         self._members[node] = new
@@ -331,23 +347,23 @@ class Membership:
         self._make_haste(now)
         return True
 
-    def _has_room(self, prefix: str | None) -> bool:
-        """Return whether one more member is taken in; one that was tried in vain and never proved gives way."""
+    def _has_room(self, prefix: str | None, is_proved: bool) -> bool:
+        """Return whether one more member is taken in; an unproved one that was tried in vain gives way, any to a proved one."""
         if prefix is not None and self._n_of_prefix.get(prefix, 0) >= MAX_PER_PREFIX:
-            return self._give_up_one(prefix)
-        return len(self._members) < MAX_MEMBERS or self._give_up_one(None)
+            return self._give_up_one(prefix, is_proved)
+        return len(self._members) < MAX_MEMBERS or self._give_up_one(None, is_proved)
 
-    def _give_up_one(self, prefix: str | None) -> bool:
-        for node, member in self._members.items():
-            if (
-                member.n_failures
-                and not member.is_proved
-                and member.record is not None
-                and prefix in (None, member.prefix)
-            ):
-                self._drop(node)
-                return True
-        return False
+    def _give_up_one(self, prefix: str | None, is_for_a_proved_one: bool) -> bool:
+        unproved = [
+            (member.n_failures == 0, n, node)
+            for n, (node, member) in enumerate(self._members.items())
+            if not member.is_told and prefix in (None, member.prefix)
+        ]
+        was_never_tried, _, node = min(unproved, default=(True, 0, None))
+        if node is None or (was_never_tried and not is_for_a_proved_one):
+            return False
+        self._drop(node)
+        return True
 
     def _drop(self, node: NodeId) -> None:
         member = self._members.pop(node)

@@ -6,6 +6,7 @@ Pure: looks nothing up. Addresses cost their owner something, keys do not: so li
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
 
@@ -60,6 +61,14 @@ def rival_prefix(address: str) -> str | None:
     """
     host = host_of(address)
     return prefix_of(host) if scope_of(host) is Scope.WORLD else None
+
+
+def is_one_network(addresses: Iterable[str]) -> bool:
+    """Return whether all addresses of a registry node compete as one.
+
+    Else one host, reached at its own address, would count under any number of networks that it names beside it.
+    """
+    return len({rival_prefix(address) for address in addresses}) == 1
 
 
 _SITES = tuple(

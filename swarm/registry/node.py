@@ -10,8 +10,10 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from typing import TypeVar
 
 from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.identity import Identity
@@ -21,14 +23,27 @@ from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
 from swarm.registry.announcer import SequenceNumbers
+from swarm.registry.answers import AnswerReader
+from swarm.registry.contacts import MAX_DIALLED
 from swarm.registry.membership import MEMBER_TTL_S
 from swarm.registry.networks import prefix_of as prefix_of
-from swarm.registry.records import NO_MODEL, RecordKind, RegistryNodeRecord, SignedRecord, Withdrawal, sign
-from swarm.registry.replica import Call, Replica
+from swarm.registry.records import (
+    NO_MODEL,
+    SIGNATURE_BYTES,
+    RecordKind,
+    RegistryNodeRecord,
+    SignedRecord,
+    Withdrawal,
+    sign,
+    speaks_of_a_member,
+)
+from swarm.registry.replica import MAX_NEWS, MAX_PUSHED, Call, Replica
 from swarm.registry.table import RegistryTable
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
+
+_Key = TypeVar("_Key")
 
 SERVES: tuple[type[m.Request], ...] = (
     m.Announce,
@@ -44,6 +59,11 @@ CALL_TIMEOUT_S = 4.0  # to dial another registry node, and again for its answer
 MAX_CALLS = 32  # at a time; a poll's further ones are left out: they come again
 WATCH_S = 25.0  # a WATCH is answered after this long even if nothing happened; below NATs' shortest timeouts of 30 s
 MAX_WATCHES = 512  # all together; half of what an endpoint serves at a time, more are told BUSY
+MAX_WATCHES_PER_MODEL = 4  # of one asker; guessed: a backbone that starts again, twice
+MAX_WATCHES_PER_PREFIX = 32  # from one network; guessed: a rack of backbones with a few models each
+# Other registry nodes' records that are remembered as verified between reading and taking them in: four PUSHes, and layers and
+# experts that they name. Guessed: some 10 MB, and at most 60 ms of computing for one PUSH, in slices.
+MAX_VERIFIED, MAX_WEIGHT = 512, 524_288
 LEAVE_TIMEOUT_S = 1.0
 MAX_SLEEP_S = 5.0
 
@@ -61,11 +81,21 @@ class RegistryNode:
         publishers: Collection[NodeId] | None = None,
         pick: Callable[[int], int] = random.randrange,
     ) -> None:
-        self.replica = Replica(own, table=table, pick=pick, stores=stores, publishers=publishers)
+        self._reader = AnswerReader(max_verified=MAX_VERIFIED, max_weight=MAX_WEIGHT)
+        self.replica = Replica(
+            own,
+            table=table,
+            pick=pick,
+            stores=stores,
+            publishers=publishers,
+            verify_record=self._reader.verify,
+        )
         self.replica.on_news = self._wake
         self._now = now
         self._watching: dict[ModelId, set[asyncio.Event]] = {}
         self._n_watches = 0
+        self._n_watches_of: Counter[tuple[NodeId, ModelId]] = Counter()
+        self._n_watches_from: Counter[str] = Counter()
 
     @property
     def table(self) -> RegistryTable:
@@ -78,12 +108,23 @@ class RegistryNode:
 
     async def serve(self, asker: NodeId, request: m.Request, *, host: str | None = None) -> m.Response:
         """Return the answer; that to WATCH as soon as something has changed, or after WATCH_S."""
+        if isinstance(request, m.Push) and self.replica.is_member(asker):
+            records = await self.read(request.records[:MAX_PUSHED])
+            return self.answer(asker, m.Push(records=records, wanted=request.wanted), host=host)
         if not isinstance(request, m.Watch):
             return self.answer(asker, request, host=host)
-        if self._n_watches >= MAX_WATCHES:
+        prefix = None if host is None else prefix_of(host)
+        of, source = (asker, request.model_id), prefix or "this machine"
+        if (
+            self._n_watches >= MAX_WATCHES
+            or self._n_watches_of[of] >= MAX_WATCHES_PER_MODEL
+            or (prefix is not None and self._n_watches_from[source] >= MAX_WATCHES_PER_PREFIX)
+        ):
             raise Overloaded("too many watch this registry node", retry_after_s=WATCH_S)
         event = asyncio.Event()
         self._n_watches += 1
+        self._n_watches_of[of] += 1
+        self._n_watches_from[source] += 1
         waiting = self._watching.setdefault(request.model_id, set())
         waiting.add(event)
         try:
@@ -96,9 +137,19 @@ class RegistryNode:
             return self.answer(asker, request, host=host)
         finally:
             self._n_watches -= 1
+            _count_down(self._n_watches_of, of)
+            _count_down(self._n_watches_from, source)
             waiting.discard(event)
             if not waiting and self._watching.get(request.model_id) is waiting:
                 del self._watching[request.model_id]
+
+    async def read(self, told: Sequence[m.Told]) -> tuple[m.Told, ...]:
+        """Return those of another registry node's records that are good; dispatches get their turn meanwhile.
+
+        The replica then verifies them at once: it remembers them.
+        """
+        good = {signed.signature for _, signed in await self._reader.read(told)}
+        return tuple((left_ms, data) for left_ms, data in told if data[:SIGNATURE_BYTES] in good)
 
     def _wake(self, model: ModelId) -> None:
         for event in self._watching.get(model, ()):
@@ -175,6 +226,11 @@ class RingMember:
                     logger.debug("registry node %s refused: %s", call.node.short, error)
                     self._replica.refused(call)
                     continue
+                if isinstance(answer, m.News):
+                    of_members = [told for told in answer.records[:MAX_NEWS] if speaks_of_a_member(told[1])]
+                    answer = m.News(wanted=answer.wanted, records=await self._node.read(of_members))
+                elif isinstance(answer, m.Records):
+                    answer = m.Records(records=await self._node.read(answer.records[:MAX_PUSHED]))
                 calls += self._replica.answered(call, answer, self._now())
         except (NetworkError, RemoteProtocolError, Overloaded) as error:
             logger.debug("no answer from registry node %s: %s", call.node.short, error)
@@ -183,7 +239,8 @@ class RingMember:
             self._busy.discard(call.node)
 
     async def _connect(self, node: NodeId) -> Connection:
-        addresses = [parse_address(text) for text in self._replica.membership.addresses(node)]
+        n_dialled = MAX_DIALLED if self._replica.is_member(node) else 1  # nobody lets us dial for long by a mere name
+        addresses = [parse_address(text) for text in self._replica.membership.addresses(node)[:n_dialled]]
         seed = self._address_of_seed.get(node)
         if seed is not None and seed not in addresses:
             addresses.append(seed)
@@ -230,3 +287,10 @@ class RingMember:
             await connection.request(call.request, timeout_s=LEAVE_TIMEOUT_S)
         except SwarmError as error:
             logger.debug("left without telling registry node %s: %s", call.node.short, error)
+
+
+def _count_down(counter: Counter[_Key], key: _Key) -> None:
+    """Take one away, and the key with the last."""
+    counter[key] -= 1
+    if not counter[key]:
+        del counter[key]

@@ -1,8 +1,8 @@
 """Whose models a volunteer takes part in: a model's publisher is the key that signs its offer.
 
 A forged demand costs its sender nothing and a volunteer a full disk, so an unknown publisher is confirmed by a person once,
-like a registry node (`swarm.cli.registries`). On this machine nobody is asked: whoever announces an address of it can do as much
-already.
+like a registry node (`swarm.cli.registries`). Where the registry is on this machine, nobody is asked about models that are, too:
+it takes such addresses from this machine alone. Another machine's registry may hand out anybody's offer with a loopback address.
 """
 
 from __future__ import annotations
@@ -24,9 +24,14 @@ class Publishers:
     """The publishers that an operator trusts: own ones, given ones, and a file of `NODEID` lines, confirmed before."""
 
     def __init__(
-        self, path: Path, *, given: Collection[NodeId] = (), confirm: Callable[[str], bool] = lambda question: False
+        self,
+        path: Path,
+        *,
+        given: Collection[NodeId] = (),
+        confirm: Callable[[str], bool] = lambda question: False,
+        is_registry_here: bool = False,
     ) -> None:
-        """`confirm` asks the person a question.
+        """`confirm` asks the person a question; `is_registry_here`: every registry node that was named is on this machine.
 
         Raises:
             UserError: the file is damaged.
@@ -35,6 +40,7 @@ class Publishers:
         self._confirm = confirm
         self._remembered: set[NodeId] = set()
         self._given = frozenset(given)
+        self._is_registry_here = is_registry_here
         try:
             lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -49,7 +55,9 @@ class Publishers:
 
     def knows(self, offer: ModelOffer) -> bool:
         """Return whether nobody has to be asked about an offer."""
-        is_here = all(scope_of(host_of(address)) is Scope.MACHINE for address in offer.addresses)
+        is_here = self._is_registry_here and all(
+            scope_of(host_of(address)) is Scope.MACHINE for address in offer.addresses
+        )
         return is_here or offer.node in self._given or offer.node in self._remembered
 
     def require(self, offer: ModelOffer) -> None:

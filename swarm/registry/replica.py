@@ -14,7 +14,9 @@ What keeps strangers from doing harm:
 - a record of another node than the caller's is taken only from a member that stores it by the ring; what came so is counted
   under that member until its owner renews it;
 - it lives no longer than it had left there, and a seq that was seen does not come back for 24 h (`table`);
-- every message is bounded in records before a signature is checked.
+- every message is bounded in records before a signature is checked, and where only members' records belong (NEWS, a stranger's
+  PUSH), nothing else is read;
+- what is done for a SYNC, or before one, is bounded in places and entries, however many places a record names.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import chain, islice, takewhile
 
 from swarm.errors import LocalProtocolError, Refused, RemoteProtocolError, SwarmError
 from swarm.ids import ModelId, NodeId
@@ -36,6 +39,7 @@ from swarm.registry.records import (
     RoutingHistogram,
     SignedRecord,
     Withdrawal,
+    speaks_of_a_member,
     verify,
 )
 from swarm.registry.ring import N_TOLERATED, Place, Ring, is_place, places_of
@@ -52,7 +56,9 @@ MAX_PASSED_BYTES = 900_000  # of records in one NEWS or PUSH, below the frames' 
 MAX_CHANGES_BYTES = 3 << 20  # of records in one CHANGES, below the frame's limit of 4 MB
 MAX_PUSHED_BY_STRANGERS = 4  # a node that joins tells its own record, and whom it heard of
 MAX_SYNCED = 512  # places in one SYNC
-MAX_ENTRIES = 32_768  # in one DIFFERENCES
+MAX_ENTRIES = 32_768  # in one DIFFERENCES, and hashed for one SYNC or its answer: some 40 ms (guessed)
+# Places looked at in one go, for a SYNC or after a change of the ring: a record is in up to 64, each costs some 50 us (guessed).
+MAX_LOOKED_AT = 2_048
 MAX_FOUND = 256  # places in one FIND
 MAX_CHANGES = 4_096  # that a watcher may have missed and still catch up with, all models together
 
@@ -155,8 +161,8 @@ class Replica:
             self._require_member(asker)
             return self._differences(request, now)
         if isinstance(request, m.Push):
-            is_member = asker in self.membership.ring
-            self._take(request.records, MAX_PUSHED if is_member else MAX_PUSHED_BY_STRANGERS, asker, now, host=host)
+            is_member = self.is_member(asker)
+            self._take(request.records, asker, now, host=host)
             asked_for = self._wanted(request.wanted, now) if is_member else []
             return m.Records(records=_packed(asked_for[:MAX_PUSHED]))
         raise LocalProtocolError(f"a registry does not serve {type(request).__name__}")
@@ -191,7 +197,8 @@ class Replica:
         if not self._first_version - 1 <= watch.cursor <= self._version:
             everything = _packed(self.table.lookup(watch.model_id, now), MAX_CHANGES_BYTES)
             return m.Changes(cursor=self._version, records=everything)
-        changed = {key for version, key in self._changes if version > watch.cursor and key[2] == watch.model_id}
+        missed = takewhile(lambda change: change[0] > watch.cursor, reversed(self._changes))  # ascending
+        changed = {key for _, key in missed if key[2] == watch.model_id}
         told = [told for told in (self.table.told(key, now) for key in sorted(changed)) if told is not None]
         return m.Changes(cursor=self._version, records=_packed(told, MAX_CHANGES_BYTES)) if told else None
 
@@ -236,7 +243,7 @@ class Replica:
         if isinstance(call.request, m.Sync) and isinstance(response, m.Differences):
             return self._repair(call.node, call.request, response, now)
         if isinstance(call.request, m.Push) and isinstance(response, m.Records):
-            self._take(response.records, MAX_PUSHED, call.node, now, host=None)
+            self._take(response.records, call.node, now, host=self._host_of(call.node))
         return []
 
     def refused(self, call: Call) -> None:
@@ -257,7 +264,16 @@ class Replica:
         push = m.Push(records=_packed([(signed, float(MEMBER_RENEW_S))]), wanted=())
         return [Call(node, push) for node in (others[start:] + others[:start])[:4]]
 
+    def is_member(self, node: NodeId) -> bool:
+        """Return whether `node` is believed as a member."""
+        return node in self.membership.ring
+
     # Inside
+
+    def _host_of(self, node: NodeId) -> str | None:
+        """Return the host that a member is reached at; None if it is not known."""
+        addresses = self.membership.addresses(node)
+        return host_of(addresses[0]) if addresses else None
 
     def _is_near(self, node: NodeId, place: Place) -> bool:
         ring = self.membership.ring
@@ -267,7 +283,7 @@ class Replica:
         return self._publishers is None or publisher in self._publishers
 
     def _require_member(self, asker: NodeId) -> None:
-        if asker not in self.membership.ring:
+        if not self.is_member(asker):
             raise LookupError("this registry node does not know you as one yet")
 
     def _called_by(self, asker: NodeId, host: str | None) -> None:
@@ -287,11 +303,16 @@ class Replica:
 
     def _differences(self, request: m.Sync, now: float) -> m.Differences:
         found: list[tuple[int, tuple[tuple[bytes, int], ...]]] = []
-        n_left = MAX_ENTRIES
+        n_left = n_to_hash = MAX_ENTRIES
+        seen: set[Place] = set()
         for index, (place, digest) in enumerate(request.digests[:MAX_SYNCED]):
-            if not is_place(*place):
+            if not is_place(*place) or place in seen:
                 continue
+            seen.add(place)
             entries = self.table.entries(place, now)
+            n_to_hash -= len(entries)
+            if n_to_hash < 0 and len(seen) > 1:
+                break  # the rest comes with another SYNC: its places start elsewhere
             if digest_of(entries) != digest:
                 chosen = tuple(entries.items())[:n_left]
                 n_left -= len(chosen)
@@ -302,9 +323,13 @@ class Replica:
         """Return the PUSH that brings both sides to the higher seq of each entry, as far as one message goes."""
         told: dict[bytes, Told] = {}
         wanted: list[tuple[Place, bytes]] = []
+        seen: set[int] = set()
         for index, entries in differences.places[:MAX_SYNCED]:
             if index >= len(sync.digests):
                 raise RemoteProtocolError(f"DIFFERENCES names place {index}, asked were {len(sync.digests)}")
+            if index in seen:
+                continue
+            seen.add(index)
             place = sync.digests[index][0]
             ours, theirs = self.table.entries(place, now), dict(entries)
             wanted += [(place, tag) for tag, seq in theirs.items() if ours.get(tag, -1) < seq]
@@ -322,10 +347,13 @@ class Replica:
             tags_at.setdefault(place, []).append(tag)
         return [told for place, tags in tags_at.items() for told in self.table.take(place, tags, now)]
 
-    def _take(self, records: Sequence[m.Told], limit: int, sender: NodeId, now: float, *, host: str | None) -> None:
-        """Take untrusted records in that `sender` passed on; what is bad or not for here is left out."""
+    def _take(self, records: Sequence[m.Told], sender: NodeId, now: float, *, host: str | None) -> None:
+        """Take untrusted records in that `sender`, at `host`, passed on; what is bad or not for here is left out."""
         is_from_afar = host is not None and scope_of(host) is not Scope.MACHINE
-        for left_ms, data in records[:limit]:
+        is_member = self.is_member(sender)
+        for left_ms, data in records[: MAX_PUSHED if is_member else MAX_PUSHED_BY_STRANGERS]:
+            if not is_member and not speaks_of_a_member(data):
+                continue
             try:
                 signed = SignedRecord.from_bytes(data)
                 record = self._verify(signed)
@@ -370,6 +398,8 @@ class Replica:
 
     def _take_news(self, records: Sequence[m.Told], now: float, *, is_proved: bool) -> None:
         for left_ms, data in records[:MAX_NEWS]:
+            if not speaks_of_a_member(data):
+                continue
             try:
                 signed = SignedRecord.from_bytes(data)
                 record = self._verify(signed)
@@ -384,7 +414,8 @@ class Replica:
         if old is new:
             return
         self._ring = new
-        for place in self.table.places():
+        places, start = self._turned_places()
+        for place in islice(chain(places[start:], places[:start]), MAX_LOOKED_AT):  # SYNCs bring the rest
             before, after = old.closest(place), new.closest(place)
             if before == after:
                 continue
@@ -396,25 +427,39 @@ class Replica:
                     self._handovers.setdefault(node, (due, set()))[1].add(place)
 
     def _sync_with_somebody(self, now: float) -> list[Call]:
-        places = self.table.places()
+        places, start = self._turned_places()
         ring: Ring = self.membership.ring
         if not places or len(ring) <= 1:
             return []
-        others = [node for node in ring.closest(places[self._pick(len(places))]) if node != self.own]
+        others = [node for node in ring.closest(places[start]) if node != self.own]
         if not others:
             return []
         partner = others[self._pick(len(others))]
-        return self._sync(partner, [place for place in places if partner in ring.closest(place)], now)
+        looked_at = islice(chain(places[start:], places[:start]), MAX_LOOKED_AT)
+        shared = islice((place for place in looked_at if partner in ring.closest(place)), MAX_SYNCED)
+        return self._sync(partner, list(shared), now)
+
+    def _turned_places(self) -> tuple[list[Place], int]:
+        """Return the places of which something is known, and where to begin this time."""
+        places = self.table.places()
+        return places, self._pick(len(places)) if places else 0
 
     def _sync(self, node: NodeId, places: Collection[Place], now: float) -> list[Call]:
         chosen = list(places)
         if len(chosen) > MAX_SYNCED:
             start = self._pick(len(chosen))
             chosen = (chosen[start:] + chosen[:start])[:MAX_SYNCED]
-        if not chosen or node not in self.membership.ring:
+        if not chosen or not self.is_member(node):
             return []
-        digests = tuple((place, digest_of(self.table.entries(place, now))) for place in chosen)
-        return [Call(node, m.Sync(digests=digests))]
+        digests: list[tuple[Place, bytes]] = []
+        n_to_hash = MAX_ENTRIES
+        for place in chosen:
+            entries = self.table.entries(place, now)
+            n_to_hash -= len(entries)
+            if n_to_hash < 0 and digests:
+                break
+            digests.append((place, digest_of(entries)))
+        return [Call(node, m.Sync(digests=tuple(digests)))]
 
     def _on_change(self, key: Key, signed: SignedRecord | None) -> None:
         self._version += 1

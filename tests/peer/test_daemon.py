@@ -653,6 +653,7 @@ class HeldCompute:
     def __init__(self, *_: object) -> None:
         self.stats = ComputeStats(n_computations=10, compute_s=1.0)
         self.line: list[asyncio.Future[m.Result]] = []
+        self.is_stopped = False
 
     def start(self, request: m.Dispatch, asker: object) -> asyncio.Future[m.Result]:
         answer: asyncio.Future[m.Result] = asyncio.get_running_loop().create_future()
@@ -665,6 +666,14 @@ class HeldCompute:
 
     def close(self) -> None:
         pass
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    async def wait_closed(self) -> None:
+        assert self.is_stopped
+        if self.line:
+            await asyncio.wait(self.line)
 
 
 async def let_run() -> None:
@@ -720,7 +729,10 @@ async def test_a_peer_told_twice_to_leave_leaves_at_once(
     assert not task.done()
     task.cancel()
     await asyncio.wait([task], timeout=1)
-    assert task.done()
+    assert task.done(), "though what it computes is not done"
+    assert peer._slice is not None
+    assert isinstance(peer._slice.compute, HeldCompute)
+    assert peer._slice.compute.is_stopped
     asked.cancel()
 
 

@@ -238,7 +238,30 @@ async def test_an_honest_second_node_is_used_instead(
     network.add(small, 2)
     await fetcher(network, store).fetch(WANTED)
     assert store.experts == WANTED
-    assert network.blocks_asked(2) == [(0, 5)], "only what the first got wrong"
+    assert network.blocks_asked(2)[0] == (0, 5)
+    assert Counter(network.blocks_asked(1) + network.blocks_asked(2)) == Counter(iter(WANTED)) + Counter([(0, 5)])
+
+
+async def test_who_has_failed_is_asked_last(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:
+    async def fail(_request: m.Request) -> m.Response:
+        raise ConnectionLost("a black hole")
+
+    network.add(small, 1, fail)
+    network.add(small, 2)
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+    assert len(network.blocks_asked(1)) <= fetch.N_PARALLEL, "once for each worker that had begun"
+
+
+async def test_a_publisher_that_is_not_trusted_is_never_asked(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    network.add(small, 2)
+    trusting = SliceFetcher(network, network, store, lambda *_: None, trusts=lambda each: each.node == node(2))  # type: ignore[arg-type]
+    await trusting.fetch(WANTED)
+    assert network.blocks_asked(1) == []
+    assert store.experts == WANTED
 
 
 @pytest.mark.parametrize(

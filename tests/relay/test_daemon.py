@@ -379,3 +379,21 @@ def test_its_status_counts_records_and_seconds() -> None:
         "bytes_sent": 0,
         "bytes_received": 0,
     }
+
+
+def test_what_a_stranger_passes_on_counts_as_announced(endpoints: list[BoundEndpoint]) -> None:
+    async def main() -> None:
+        daemon = RelayDaemon(RelayConfig(), R, now=now)
+        task = asyncio.create_task(daemon.run(lambda ready: None))
+        await asyncio.sleep(0)
+        handler = endpoints[0].options["handler"]
+        stranger = From(A, "192.0.2.7")
+        for _ in range(int(ANNOUNCE_BURST)):
+            await handler(stranger, m.Push(records=(), wanted=()))
+        with pytest.raises(Overloaded, match="too many announcements"):
+            await handler(stranger, m.Push(records=(), wanted=()))
+        await handler(stranger, m.Gossip(summary=()))
+        task.cancel()
+        await asyncio.wait([task])
+
+    virtual_time.run(main())

@@ -13,10 +13,19 @@ from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.net.endpoint import Endpoint
 from swarm.registry import answers as answers_module
-from swarm.registry.answers import MAX_RECORDS_READ, AnswerReader
+from swarm.registry.answers import MAX_BAD_READ, AnswerReader
 from swarm.registry.client import RegistryAddress, RegistryClient, parse_registry
 from swarm.registry.node import RegistryNode
-from swarm.registry.records import ExpertAnnouncement, ModelOffer, RecordKind, SignedRecord, Withdrawal, sign
+from swarm.registry.records import (
+    ExpertAnnouncement,
+    ModelOffer,
+    Record,
+    RecordKind,
+    SignedRecord,
+    Withdrawal,
+    sign,
+    verify,
+)
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
@@ -369,33 +378,41 @@ def test_an_old_record_from_one_node_cannot_hide_a_newer_one_from_another() -> N
 
 
 def test_an_answer_is_read_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    n_verified = 0
-
-    def count(signed: SignedRecord) -> None:
-        nonlocal n_verified
-        n_verified += 1
-        raise RemoteProtocolError("bad record")
-
     async def main() -> None:
-        them = Registries()
-        good = announcement(A, 1).to_bytes()
-        them.say(0, lambda: [good] * 60_000)
-        monkeypatch.setattr(answers_module, "verify", count)
-        assert await them.client.holders(MODEL) == []
+        monkeypatch.setattr(answers_module, "MAX_RECORDS_READ", 3)
+        told = [(1, announcement(A, seq).to_bytes()) for seq in range(5)]
+        assert len(await AnswerReader().read(told)) == 3
 
     run(main)
-    assert n_verified == MAX_RECORDS_READ
 
 
-def test_the_memory_that_one_answer_takes_is_bounded(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_with_many_bad_records_is_dropped_early_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_verified = 0
+
+    def count(signed: SignedRecord) -> Record:
+        nonlocal n_verified
+        n_verified += 1
+        return verify(signed)
+
+    async def main() -> None:
+        monkeypatch.setattr(answers_module, "verify", count)
+        good = announcement(A, 1).to_bytes()
+        bad = [(1, bytes([n]) * 200) for n in range(200)]
+        assert len(await AnswerReader().read([(1, good), *bad[:MAX_BAD_READ]])) == 1
+        before = n_verified
+        assert await AnswerReader().read([(1, good), *bad]) == []
+        assert n_verified - before == 1 + MAX_BAD_READ + 1
+
+    run(main)
+
+
+def test_the_memory_that_one_answer_takes_is_bounded(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         them = Registries()
         heavy = [announcement(Identity.from_seed(bytes([n]) * 32), 1, experts=range(200)) for n in range(50, 60)]
         them.say(0, lambda: [each.to_bytes() for each in heavy])
         assert len(await them.client.holders(MODEL)) == 10
-        monkeypatch.setattr(answers_module, "MAX_WEIGHT_READ", 4 * (1 + 1 + 200) + 50)
+        them.client._reader = AnswerReader(max_weight=4 * (1 + 1 + 200) + 50)
         assert len(await them.client.holders(MODEL)) == 4
         assert "too large" in caplog.text
 

@@ -6,25 +6,28 @@ In memory, in virtual time; the small rings are in test_client.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from swarm.errors import NetworkError
+from swarm.errors import NetworkError, Overloaded
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.net.endpoint import Endpoint
 from swarm.registry import answers as answers_module
+from swarm.registry import view as view_module
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import (
     FRESH_S,
+    WATCH_REST_S,
     RegistryAddress,
     RegistryClient,
 )
-from swarm.registry.contacts import SUSPECT_S
-from swarm.registry.membership import MEMBER_TTL_S
+from swarm.registry.contacts import MAX_DIALLED, SUSPECT_S
+from swarm.registry.membership import MAX_PER_PREFIX, MEMBER_TTL_S
 from swarm.registry.node import RegistryNode
 from swarm.registry.records import (
     NO_MODEL,
@@ -40,7 +43,7 @@ from swarm.registry.records import (
     verify,
 )
 from swarm.registry.ring import N_REPLICAS, THE_DIRECTORY, Ring
-from swarm.registry.view import MEMBERS_RETRY_S, MEMBERS_S
+from swarm.registry.view import MEMBERS_RETRY_S, MEMBERS_S, REQUEST_TIMEOUT_S
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
@@ -347,7 +350,234 @@ def test_ground_members_of_one_network_get_one_replica_in_a_clients_ring_too() -
     run(main)
 
 
+@pytest.mark.parametrize("n_down", [2, 5])
+def test_a_member_that_goes_out_of_the_view_under_a_look_up_does_not_end_it(n_down: int) -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(A).publish(announcement(A, 4))
+        reader = them.client()
+        await reader.members()
+        near = [node for node in them.ring.closest((MODEL, 0)) if node != them.identities[0].node_id]
+        for node in near[:n_down]:
+            them.fakes[node].is_up = False
+        looking = asyncio.create_task(reader.holders(MODEL, 16))
+        await asyncio.sleep(0.5)
+        spares = [each for each in them.identities if each.node_id not in (*near, them.identities[0].node_id)]
+        for gone in spares + [each for each in them.identities if each.node_id in near]:
+            left = Withdrawal(node=gone.node_id, seq=2, model=NO_MODEL, withdraws=RecordKind.REGISTRY)
+            for node in them.nodes.values():
+                node.replica.membership.learn(left, sign(left, gone), now())
+        reader.forget_view()
+        assert len(await reader.members()) < 12
+        assert {record.node for record in await looking} <= {A.node_id}
+
+    run(main)
+
+
+def test_a_contact_that_has_left_the_view_is_closed_later() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        reader = them.client()
+        await reader.members()
+        gone = them.identities[-1]
+        connection = await reader._view.contact(gone.node_id).connect()
+        left = Withdrawal(node=gone.node_id, seq=2, model=NO_MODEL, withdraws=RecordKind.REGISTRY)
+        for node in them.nodes.values():
+            node.replica.membership.learn(left, sign(left, gone), now())
+        await asyncio.sleep(MEMBERS_S)
+        assert gone.node_id not in await reader.members()
+        assert reader._view.contact(gone.node_id).connection is connection, "a look-up may still hold the old ring"
+        await asyncio.sleep(MEMBERS_S)
+        await reader.members()
+        assert not connection.is_open
+        with pytest.raises(NetworkError, match="no member any more"):
+            reader._view.contact(gone.node_id)
+
+    run(main)
+
+
+def test_a_member_with_many_dead_addresses_delays_a_writer_by_one_deadline() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        client = them.client_of(A)
+        hostile = next(
+            identity
+            for identity in (Identity.from_seed(n.to_bytes(32)) for n in range(10_000, 20_000))
+            if Ring({**them.ring.members, identity.node_id: None}).closest((MODEL, 0))[0] == identity.node_id
+        )
+        dead = tuple(f"203.0.113.{n}:1" for n in range(8))
+        record = RegistryNodeRecord(node=hostile.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=dead)
+        for node in them.nodes.values():
+            node.replica.membership.learn(record, sign(record, hostile), now(), is_proved=True)
+        assert hostile.node_id in await client.members()
+        started = now()
+        assert await client.publish(announcement(A, 4)) == 4
+        assert 1.0 < now() - started <= REQUEST_TIMEOUT_S + 0.1
+        await asyncio.sleep(60.0)
+        assert them.network.count("dial", hostile.node_id) == MAX_DIALLED
+
+    run(main)
+
+
+# Who is believed to be a member
+
+
+def lie(fake: FakeNode, members: list[tuple[Identity, str]]) -> None:
+    """Let a registry node name these members, and nobody else."""
+    records = []
+    for identity, address in members:
+        record = RegistryNodeRecord(node=identity.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=(address,))
+        records.append((60_000, sign(record, identity).to_bytes()))
+    inner = fake.answer
+
+    def answer(asker: NodeId, request: m.Request) -> m.Response | None:
+        return (
+            m.Members(gone=(), records=tuple(records)) if isinstance(request, m.GetMembers) else inner(asker, request)
+        )
+
+    fake.answer = answer
+
+
+def test_one_liars_names_enter_no_view() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        fakes = [(Identity.from_seed(bytes([50 + n]) * 32), f"203.{n}.113.1:1") for n in range(40)]
+        lie(them.fakes[them.identities[2].node_id], fakes)
+        members = set(await them.client(0, 1, 2).members())
+        assert members == set(them.nodes)
+
+    run(main)
+
+
+@pytest.mark.parametrize("network", ["203.0.113.{}:1", "10.0.0.{}:1", "127.0.0.{}:1"])
+def test_one_network_gets_its_share_of_a_view_and_no_more(network: str) -> None:
+    async def main(them: RingOfTwelve) -> None:
+        fakes = [(Identity.from_seed(bytes([50 + n]) * 32), network.format(n + 1)) for n in range(40)]
+        lie(them.fakes[them.identities[0].node_id], fakes)
+        assert len(await them.client(0).members()) == MAX_PER_PREFIX
+
+    run(main)
+
+
+def test_a_view_is_bounded_and_what_is_asked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "MAX_MEMBERS", 7)
+
+    async def main(them: RingOfTwelve) -> None:
+        fakes = [(Identity.from_seed(bytes([50 + n]) * 32), f"203.{n}.113.1:1") for n in range(40)]
+        fake = them.fakes[them.identities[0].node_id]
+        lie(fake, fakes)
+        inner, known = fake.answer, []
+
+        def answer(asker: NodeId, request: m.Request) -> m.Response | None:
+            if isinstance(request, m.GetMembers):
+                known.append(len(request.known))
+            return inner(asker, request)
+
+        fake.answer = answer
+        client = them.client(0)
+        assert len(await client.members()) == 7
+        client.forget_view()
+        await client.members()
+        assert known == [0, 7]
+
+    run(main)
+
+
+def test_an_offer_of_this_machine_is_not_believed_from_another_ones_replica() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        record = verify(offer(B, 1))
+        assert isinstance(record, ModelOffer)
+        here = sign(dataclasses.replace(record, addresses=("127.0.0.1:2",)), B)
+        for node in them.nodes.values():
+            node.table.put_verified(verify(here), here, owner=None, now=now())
+        assert [each.node for each in await them.client(0).offers(MODEL)] == [B.node_id], "it is not trusted either"
+        local = FakeNode(node_id=US.node_id, answer=RegistryNode(now=now, own=US.node_id).answer)
+        them.network.nodes["127.0.0.1", 7440] = local
+        lie(local, [(each, f"198.51.{n}.1:7440") for n, each in enumerate(them.identities)])
+        addresses = [RegistryAddress(address=("127.0.0.1", 7440), node=US.node_id)]
+        client = RegistryClient(cast(Endpoint, FakeEndpoint(them.network, A)), addresses)
+        them.clients.append(client)
+        assert len(await client.members()) == 12
+        assert await client.offers(MODEL) == []
+
+    run(main)
+
+
 # Watching
+
+
+def test_a_watch_that_is_always_answered_at_once_rests_between() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        for fake in them.fakes.values():
+            inner = fake.answer
+
+            def hasty(asker: NodeId, request: m.Request, inner: Any = inner) -> Any:
+                return m.Changes(cursor=1, records=()) if isinstance(request, m.Watch) else inner(asker, request)
+
+            fake.answer = hasty
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        reader = them.client()
+        task = asyncio.create_task(reader.watch(MODEL, lambda news: None))
+        await asyncio.sleep(1.0)
+        before = sum(them.n_requests().values())
+        await asyncio.sleep(10.0)
+        assert sum(them.n_requests().values()) - before <= 2 * 10.0 / WATCH_REST_S
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(main)
+
+
+@pytest.mark.parametrize(("asked_s", "n_tries"), [(1.0, 10), (0.0, 40), (3600.0, 2), (None, 2)])
+def test_a_watch_that_is_put_off_waits_as_long_as_it_is_told_within_bounds(asked_s: float | None, n_tries: int) -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        first = them.ring.closest((MODEL, 0))[0]
+        n_asked = 0
+        for node, fake in them.fakes.items():
+            inner = fake.answer
+
+            def busy(asker: NodeId, request: m.Request, node: NodeId = node, inner: Any = inner) -> Any:
+                nonlocal n_asked
+                if not isinstance(request, m.Watch):
+                    return inner(asker, request)
+                n_asked += node == first
+                if asked_s is None:
+                    raise LookupError("not here")
+                raise Overloaded("too many", retry_after_s=asked_s)
+
+            fake.answer = busy
+        reader = them.client()
+        task = asyncio.create_task(reader.watch(MODEL, lambda news: None))
+        await asyncio.sleep(1.0)
+        before = n_asked
+        await asyncio.sleep(10.0)
+        assert n_asked - before == pytest.approx(n_tries, abs=3 if n_tries > 10 else 1)
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(main)
+
+
+def test_a_watch_that_does_not_stand_keeps_nobody_from_asking() -> None:
+    async def main(them: RingOfTwelve) -> None:
+        await them.client_of(B).publish(offer(B, 1, n_expert=16))
+        for fake in them.fakes.values():
+            inner = fake.answer
+
+            def busy(asker: NodeId, request: m.Request, inner: Any = inner) -> Any:
+                if isinstance(request, m.Watch):
+                    raise Overloaded("too many", retry_after_s=25.0)
+                return inner(asker, request)
+
+            fake.answer = busy
+        reader = them.client()
+        task = asyncio.create_task(reader.watch(MODEL, lambda news: None))
+        await asyncio.sleep(1.0)
+        for _ in range(3):
+            before = sum(them.n_requests().values())
+            await reader.holders(MODEL)
+            assert sum(them.n_requests().values()) > before
+        task.cancel()
+        await asyncio.wait([task])
+
+    run(main)
 
 
 def test_a_watch_tells_of_what_is_new_until_it_is_cancelled() -> None:

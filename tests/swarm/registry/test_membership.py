@@ -145,6 +145,9 @@ def test_gossip_brings_both_sides_to_the_newest_of_each() -> None:
     ):
         them.learn(node, signed, NOW, left_s=left_s)
     us.learn(*record(A, 1, "198.51.201.1:1"), NOW)
+    us.heard_from(A.node_id)
+    for identity in (US, B, C):
+        them.heard_from(identity.node_id)
     assert them.compare(us.summary(), NOW) == ([], [])
     assert sorted(us.summary()) == sorted(them.summary())
 
@@ -255,3 +258,60 @@ def test_a_node_that_stores_nothing_sees_the_ring_and_is_not_in_it() -> None:
     assert set(us.ring.members) == {A.node_id} == set(us.view())
     assert not us.is_storing
     assert us.compare([], NOW)[0] == us.told([A.node_id], NOW)
+
+
+def test_a_name_that_was_only_heard_of_is_neither_passed_on_nor_wanted_again() -> None:
+    us = membership()
+    us.learn(*record(A, 5), NOW)
+    tag = A.node_id.raw[:8]
+    assert us.summary() == membership().summary()
+    assert us.compare([(US.node_id.raw[:8], 1)], NOW) == ([], [])
+    assert us.compare([(US.node_id.raw[:8], 1), (tag, 5)], NOW) == ([], [])
+    assert us.compare([(US.node_id.raw[:8], 1), (tag, 6)], NOW) == ([], [tag])
+    assert us.take([tag], NOW) == []
+    us.heard_from(A.node_id)
+    assert us.take([tag], NOW) == us.compare([(US.node_id.raw[:8], 1)], NOW)[0] != []
+
+
+def test_a_name_that_never_proved_itself_is_not_remembered_as_lost() -> None:
+    us = membership()
+    us.learn(*record(A, 5), NOW, left_s=10)
+    us.learn(*record(B, 5, "203.0.113.1:1"), NOW, left_s=10, is_proved=True)
+    us.expire(NOW + 10)
+    assert us.addresses(A.node_id) == ()
+    assert us.addresses(B.node_id) == ("203.0.113.1:1",)
+
+
+def test_the_withdrawal_of_a_mere_name_is_not_passed_on() -> None:
+    us = membership()
+    us.learn(*record(A, 5), NOW)
+    assert not us.learn(*withdrawal(A, 6), NOW)
+    assert us.summary() == membership().summary()
+    assert us.addresses(A.node_id) == ()
+
+
+def test_a_proved_newcomer_takes_the_place_of_an_unproved_one() -> None:
+    us = membership()
+    names = [Identity.from_seed(bytes([50 + n]) * 32) for n in range(MAX_PER_PREFIX)]
+    for n, identity in enumerate(names):
+        us.learn(*record(identity, 1, f"203.0.113.{n}:1"), NOW)
+    us.failed(names[3].node_id)
+    assert us.learn(*record(A, 1, "203.0.113.200:1"), NOW, is_proved=True)
+    assert us.addresses(names[3].node_id) == (), "one that was tried in vain goes first"
+    assert us.learn(*record(B, 1, "203.0.113.201:1"), NOW, is_proved=True)
+    assert others(us) == {A.node_id, B.node_id}
+    assert not us.learn(*record(C, 1, "203.0.113.202:1"), NOW), "an unproved one does not"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_taken"),
+    [
+        (("203.0.113.1:1", "203.0.113.2:1"), True),
+        (("203.0.113.1:1", "198.51.100.1:1"), False),
+        (("203.0.113.1:1", "[2001:db8::1]:1"), False),
+    ],
+)
+def test_a_member_is_in_one_network(addresses: tuple[str, ...], is_taken: bool) -> None:
+    us = membership()
+    node = RegistryNodeRecord(node=A.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=addresses)
+    assert us.learn(node, sign(node, A), NOW, is_proved=True) is is_taken

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.registry.networks import Scope, host_of, prefix_of, rival_prefix, scope_of
+from swarm.registry.networks import Scope, host_of, is_one_network, prefix_of, rival_prefix, scope_of
 
 
 @pytest.mark.parametrize(
@@ -45,3 +45,16 @@ def test_host_of_a_records_address(address: str, host: str) -> None:
 def test_a_name_has_no_scope() -> None:
     with pytest.raises(ValueError):
         scope_of("relay.example")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "is_one"),
+    [
+        (["198.51.100.1:1", "198.51.100.250:2"], True),
+        (["198.51.100.1:1", "198.51.101.1:1"], False),
+        (["198.51.100.1:1", "10.0.0.1:1"], False),
+        (["10.0.0.1:1", "192.168.0.1:1", "127.0.0.1:1"], True),
+    ],
+)
+def test_addresses_of_one_host_are_in_one_network(addresses: list[str], is_one: bool) -> None:
+    assert is_one_network(addresses) is is_one

@@ -11,11 +11,18 @@ from swarm.errors import Overloaded
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.net.endpoint import Endpoint
+from swarm.registry import answers as answers_module
 from swarm.registry import node as node_module
 from swarm.registry.announcer import SequenceNumbers
 from swarm.registry.membership import MEMBER_TTL_S
-from swarm.registry.node import WATCH_S, RegistryNode, RingMember
-from swarm.registry.records import ExpertAnnouncement, SignedRecord, sign
+from swarm.registry.node import (
+    MAX_WATCHES_PER_MODEL,
+    MAX_WATCHES_PER_PREFIX,
+    WATCH_S,
+    RegistryNode,
+    RingMember,
+)
+from swarm.registry.records import ExpertAnnouncement, RegistryNodeRecord, SignedRecord, sign
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
@@ -211,5 +218,71 @@ def test_watches_are_bounded_and_a_cancelled_one_frees_its_place(monkeypatch: py
         await asyncio.wait([first])
         await watch(node, 0)
         assert not node._watching
+
+    virtual_time.run(main())
+
+
+def test_one_asker_has_few_watches_of_a_model_and_one_network_has_not_all() -> None:
+    async def main() -> None:
+        node = RegistryNode(now=now)
+        start = await watch(node, 0)
+        tasks: list[asyncio.Task[m.Response]] = []
+
+        async def fits(asker: NodeId, host: str, model: ModelId = MODEL) -> bool:
+            request = m.Watch(model_id=model, cursor=start.cursor)
+            tasks.append(asyncio.create_task(node.serve(asker, request, host=host)))
+            await asyncio.sleep(0.001)
+            return not tasks[-1].done()
+
+        taken = [await fits(A.node_id, "192.0.2.1") for _ in range(MAX_WATCHES_PER_MODEL + 2)]
+        assert taken == [True] * MAX_WATCHES_PER_MODEL + [False] * 2
+        assert await fits(A.node_id, "192.0.2.1", OTHER_MODEL)
+        keys = [Identity.from_seed(bytes([50 + n]) * 32).node_id for n in range(40)]
+        n_taken = sum([await fits(key, "192.0.2.9") for key in keys])
+        assert n_taken == MAX_WATCHES_PER_PREFIX - MAX_WATCHES_PER_MODEL - 1
+        assert await fits(B.node_id, "198.51.100.1")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert not node._watching
+        assert not node._n_watches_of
+        assert not node._n_watches_from
+
+    virtual_time.run(main())
+
+
+def test_what_a_member_pushes_is_read_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(answers_module, "READ_SLICE_S", 0.0)
+        node = RegistryNode(now=now, own=A.node_id)
+        record = RegistryNodeRecord(node=B.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=("198.51.1.1:1",))
+        node.replica.membership.learn(record, sign(record, B), now(), is_proved=True)
+        n_ticks = 0
+
+        def tick() -> None:
+            nonlocal n_ticks
+            n_ticks += 1
+            asyncio.get_running_loop().call_soon(tick)
+
+        told = tuple((60_000, announcement(seq, model=ModelId(bytes([seq]) * 32)).to_bytes()) for seq in range(1, 9))
+        tick()
+        await node.serve(B.node_id, m.Push(records=told, wanted=()), host="198.51.1.1")
+        assert n_ticks >= len(told)
+        assert len(node.table) == len(told)
+
+    virtual_time.run(main())
+
+
+def test_a_name_is_probed_at_one_address_and_a_member_at_two() -> None:
+    async def main() -> None:
+        them = Rings()
+        node = them.start(A)
+        record = RegistryNodeRecord(
+            node=B.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=tuple(f"203.0.113.{n}:1" for n in range(8))
+        )
+        node.replica.membership.learn(record, sign(record, B), now())
+        await asyncio.sleep(8)
+        assert them.network.count("dial", B.node_id) == 1
+        await them.stop()
 
     virtual_time.run(main())

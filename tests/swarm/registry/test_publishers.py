@@ -62,8 +62,11 @@ def test_a_no_names_the_way_to_trust_it_and_is_not_remembered(tmp_path: Path) ->
     ("addresses", "is_known"),
     [(("127.0.0.1:1",), True), (("[::1]:1", "127.0.0.1:1"), True), (("127.0.0.1:1", "192.0.2.1:1"), False)],
 )
-def test_nobody_is_asked_about_this_machine(tmp_path: Path, addresses: tuple[str, ...], is_known: bool) -> None:
-    assert Publishers(tmp_path / "none").knows(offer(A, *addresses)) is is_known
+def test_nobody_is_asked_about_this_machine_where_its_own_registry_says_so(
+    tmp_path: Path, addresses: tuple[str, ...], is_known: bool
+) -> None:
+    assert Publishers(tmp_path / "none", is_registry_here=True).knows(offer(A, *addresses)) is is_known
+    assert not Publishers(tmp_path / "none").knows(offer(A, *addresses)), "another machine's registry says so"
 
 
 def test_those_given_and_ones_own_are_known(tmp_path: Path) -> None:

@@ -580,5 +580,36 @@ def test_a_claim_says_so_and_a_ready_peer_says_nothing_of_it() -> None:
     assert verify(sign(claim, ME)) == claim
     assert b"is_loading" not in sign(ANNOUNCEMENT, ME).payload
     payload = sign(claim, ME).payload.replace(b'"is_loading":true', b'"is_loading":1')
+    signed = SignedRecord(payload=payload, signature=ME.sign(b"swarm record 1\0" + payload))
     with pytest.raises(RemoteProtocolError, match="is_loading"):
-        verify(SignedRecord(payload=payload, signature=bytes(64)))
+        verify(signed)
+
+
+def test_the_signature_is_checked_before_what_is_dear_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dear(groups: object) -> ExpertSet:
+        raise AssertionError("the experts were read")
+
+    monkeypatch.setattr(records, "expert_set", dear)
+    signed = sign(ANNOUNCEMENT, ME)
+    with pytest.raises(RemoteProtocolError, match="signature"):
+        verify(SignedRecord(payload=signed.payload, signature=bytes(64)))
+
+
+def test_what_speaks_of_a_member_is_told_without_reading_it() -> None:
+    gone = Withdrawal(node=ME.node_id, seq=11, model=records.NO_MODEL, withdraws=RecordKind.REGISTRY)
+    for member in (REGISTRY_NODE, gone):
+        assert records.speaks_of_a_member(sign(member, ME).to_bytes())
+    disguised = sign(ANNOUNCEMENT, ME).payload[:-1] + b',"x":{"kind":"registry"}}'
+    others = [
+        sign(ANNOUNCEMENT, ME).to_bytes(),
+        sign(replace(gone, model=ANNOUNCEMENT.model, withdraws=RecordKind.EXPERTS), ME).to_bytes(),
+        bytes(64) + disguised,
+        sign(REGISTRY_NODE, ME).to_bytes()[:-1] + b',"x":"' + b"y" * records.MAX_MEMBER_BYTES + b'"}',
+        bytes(64) + b"[" * 900,
+        bytes(64) + b"[]",
+        b"",
+        bytes(64),
+    ]
+    assert not any(map(records.speaks_of_a_member, others))
+    longest = tuple(f"[fd00:1111:2222:3333:4444:5555:6666:777{n}]:65535" for n in range(8))
+    assert records.speaks_of_a_member(sign(replace(REGISTRY_NODE, addresses=longest), ME).to_bytes())

@@ -27,7 +27,7 @@ from swarm.registry.records import (
     verify,
 )
 from swarm.registry.replica import HANDOVER_S, MAX_PUSHED, MAX_PUSHED_BY_STRANGERS, Call, Replica, digest_of
-from swarm.registry.ring import N_REPLICAS, N_TOLERATED, THE_DIRECTORY, Place
+from swarm.registry.ring import N_REPLICAS, N_TOLERATED, THE_DIRECTORY, Place, Ring
 from swarm.registry.table import RegistryTable, TableLimits
 from swarm.wire import messages as m
 from swarm.wire.frames import decode_frame, encode
@@ -55,7 +55,7 @@ def announcement(
     return sign(record, identity)
 
 
-def offer(identity: Identity, seq: int = 1) -> SignedRecord:
+def offer(identity: Identity, seq: int = 1, address: str = "192.0.2.1:2") -> SignedRecord:
     record = ModelOffer(
         node=identity.node_id,
         seq=seq,
@@ -67,7 +67,7 @@ def offer(identity: Identity, seq: int = 1) -> SignedRecord:
         moe_layers="0-3",
         n_embd=64,
         size_bytes=1000,
-        addresses=("192.0.2.1:2",),
+        addresses=(address,),
         offers_blocks=True,
     )
     return sign(record, identity)
@@ -293,10 +293,18 @@ def test_messages_are_bounded_before_a_signature_is_checked() -> None:
     replica = Replica(them.identities[0].node_id, pick=them.rng.randrange, verify_record=count)
     replica.membership.learn(*node_record(them.identities[1], 1, "198.51.1.1:1"), NOW, is_proved=True)
     flood = [(60.0, announcement(PEER, 1))] * 1000
+    names = [(60.0, node_record(STRANGER, 1, "203.0.113.1:1")[1])] * 1000
     push(replica, STRANGER.node_id, *flood)
+    assert n_checked == 0, "a stranger may tell of registry nodes"
+    push(replica, STRANGER.node_id, *names)
     assert n_checked == MAX_PUSHED_BY_STRANGERS
     push(replica, them.identities[1].node_id, *flood)
     assert n_checked == MAX_PUSHED_BY_STRANGERS + MAX_PUSHED
+    told = tuple((60_000, signed.to_bytes()) for _, signed in (*flood[:300], *names[:300]))
+    gossip = Call(them.identities[1].node_id, m.Gossip(summary=()))
+    before = n_checked
+    replica.answered(gossip, m.News(wanted=(), records=told[:100] + told[300:400]), NOW)
+    assert n_checked - before == 100, "news is of registry nodes"
 
 
 def test_the_largest_records_fit_into_every_message() -> None:
@@ -318,7 +326,138 @@ def test_the_largest_records_fit_into_every_message() -> None:
     assert len(second.table) == 100, "what does not fit at once comes with the next comparison"
 
 
+@pytest.mark.parametrize(("host", "is_taken"), [("198.51.1.1", False), ("127.0.0.1", True)])
+def test_a_loopback_address_is_not_taken_from_another_machines_replica_asked_or_not(host: str, is_taken: bool) -> None:
+    member = Identity.from_seed(bytes([101]) * 32)
+    replica = Replica(STRANGER.node_id, pick=random.Random(1).randrange)
+    replica.membership.learn(*node_record(member, 1, f"{host}:7440"), NOW, is_proved=True)
+    told = ((60_000, offer(BACKBONE, address="127.0.0.1:2").to_bytes()),)
+    replica.answered(Call(member.node_id, m.Push(records=(), wanted=())), m.Records(records=told), NOW)
+    assert len(replica.table) == int(is_taken)
+    replica.answer(member.node_id, m.Push(records=told, wanted=()), now=NOW, host=host)
+    assert len(replica.table) == int(is_taken)
+
+
+def test_a_stranger_passes_nothing_on_in_a_small_ring_either() -> None:
+    first = Ringful(3).at()[0]
+    push(first, STRANGER.node_id, (60, announcement(PEER, 1)))
+    assert find(first) == []
+
+
+def test_one_host_is_not_many_networks_however_many_addresses_it_names() -> None:
+    us = Ringful(1).at()[0]
+    for n in range(60):
+        identity = Identity.from_seed(bytes([150 + n]) * 32)
+        addresses = (f"203.{n}.113.1:7440", "198.51.100.66:7440")
+        record = RegistryNodeRecord(node=identity.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=addresses)
+        request = m.Announce(record=sign(record, identity).to_bytes())
+        us.answer(identity.node_id, request, now=NOW, host="198.51.100.66")
+        us.answer(identity.node_id, m.Gossip(summary=()), now=NOW, host="198.51.100.66")
+    assert set(us.membership.ring.members) == {us.own}
+
+
 # Repair
+
+
+class CountingTable(RegistryTable):
+    """Counts what is looked up for comparisons."""
+
+    n_entries = 0
+
+    def entries(self, place: Place, now: float) -> dict[bytes, int]:
+        found = super().entries(place, now)
+        self.n_entries += len(found)
+        return found
+
+
+def crowded(n_peers: int, n_experts: int) -> tuple[Ringful, Replica, CountingTable]:
+    """Return a node of two whose table has records with many places each."""
+    them, table = Ringful(2), CountingTable()
+    replica = them.start(them.identities[0], table)
+    replica.membership.learn(*node_record(them.identities[1], 1, "198.51.1.1:1"), NOW, is_proved=True)
+    for n in range(n_peers):
+        identity = Identity.from_seed(bytes([150 + n]) * 32)
+        base = verify(announcement(identity, 1))
+        assert isinstance(base, ExpertAnnouncement)
+        record = dataclasses.replace(base, experts=ExpertSet.of([0], range(0, n_experts, 16)))
+        table.put_verified(record, sign(record, identity), owner=None, now=NOW)
+    return them, replica, table
+
+
+def test_a_place_that_one_sync_names_often_is_compared_once() -> None:
+    them, replica, table = crowded(10, 16)
+    sync = m.Sync(digests=((PLACE, bytes(8)),) * 512)
+    answer = replica.answer(them.identities[1].node_id, sync, now=NOW, host="198.51.1.1")
+    assert isinstance(answer, m.Differences)
+    assert [index for index, _ in answer.places] == [0]
+    assert table.n_entries == 10
+    table.n_entries = 0
+    differences = m.Differences(places=((0, ()),) * 512)
+    replica.answered(Call(them.identities[1].node_id, sync), differences, NOW)
+    assert table.n_entries == 10
+
+
+def test_what_one_sync_hashes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "MAX_ENTRIES", 35)
+    them, replica, table = crowded(10, 16 * 64)
+    sync = m.Sync(digests=tuple(((MODEL, bucket), bytes(8)) for bucket in range(64)))
+    replica.answer(them.identities[1].node_id, sync, now=NOW, host="198.51.1.1")
+    assert table.n_entries <= 40
+    table.n_entries = 0
+    (call,) = replica._sync_with_somebody(NOW)
+    assert isinstance(call.request, m.Sync)
+    assert len(call.request.digests) == 3
+    assert table.n_entries <= 40
+
+
+def test_however_many_places_records_name_few_are_looked_at_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_module, "MAX_LOOKED_AT", 5)
+    _, replica, _ = crowded(1, 16 * 64)
+    looked_at: list[Place] = []
+    closest = Ring.closest
+
+    def count(ring: Ring, place: Place, n: int = N_REPLICAS) -> tuple[NodeId, ...]:
+        looked_at.append(place)
+        return closest(ring, place, n)
+
+    monkeypatch.setattr(Ring, "closest", count)
+    seen: set[Place] = set()
+    for _ in range(40):
+        looked_at.clear()
+        (call,) = replica._sync_with_somebody(NOW)
+        assert isinstance(call.request, m.Sync)
+        assert len(call.request.digests) == 5
+        assert len(looked_at) <= 6
+        seen.update(place for place, _ in call.request.digests)
+    assert len(seen) > 50, "it begins elsewhere each time"
+    replica.membership.learn(*node_record(STRANGER, 1, "203.0.113.1:1"), NOW, is_proved=True)
+    looked_at.clear()
+    replica._plan_handovers(NOW)
+    assert len(looked_at) == 10
+
+
+def test_a_watcher_costs_what_it_has_missed() -> None:
+    replica = Ringful(1).at()[0]
+    for n in range(50):
+        identity = Identity.from_seed(bytes([40 + n]) * 32)
+        announce(replica, announcement(identity, 1), identity)
+    looked_at: list[int] = []
+
+    class Spy(tuple[int, object]):
+        def __getitem__(self, index: object) -> object:  # type: ignore[override]
+            if index == 0:
+                looked_at.append(super().__getitem__(0))  # type: ignore[arg-type]
+            return super().__getitem__(index)  # type: ignore[index]
+
+        def __iter__(self):  # type: ignore[no-untyped-def]
+            looked_at.append(super().__getitem__(0))
+            return super().__iter__()
+
+    replica._changes = type(replica._changes)((Spy(each) for each in replica._changes), maxlen=replica._changes.maxlen)  # type: ignore[arg-type]
+    changes = watch(replica, replica._version - 2)
+    assert changes is not None
+    assert len(changes.records) == 2
+    assert len(set(looked_at)) == 3
 
 
 def test_two_replicas_that_compare_end_up_with_the_same() -> None:
