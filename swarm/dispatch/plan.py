@@ -184,7 +184,7 @@ def _plan_one_row(
     slots_of: dict[int, list[int]] = {}
     for slot, owner in enumerate(owners.tolist()):
         slots_of.setdefault(owner, []).append(slot)
-    ids = ids.astype(np.uint16)
+    expert_ids = ids.astype(np.uint16)
     weights = weights.astype(np.float32, copy=False)
     batches = []
     for owner in sorted(slots_of):
@@ -194,7 +194,7 @@ def _plan_one_row(
                 destination=destinations[owner],
                 rows=np.zeros(1, np.int64),
                 row_counts=np.array([len(slots)], np.uint8),
-                expert_ids=ids[slots],
+                expert_ids=expert_ids[slots],
                 slots=slots,
                 weights=weights[slots],
             )
