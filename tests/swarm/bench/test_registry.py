@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import pytest
 
@@ -118,18 +119,34 @@ def test_ground_keys_of_a_few_networks_cannot_withhold_a_place() -> None:
     assert all(outcome.is_right and outcome.n_found for outcome in outcomes)
 
 
-def test_members_that_do_not_exist_are_in_nobodys_ring() -> None:
-    simulation = start()
-    before = views(simulation)
-    liar: SimNode = next(iter(simulation.nodes.values()))
+def teach_lies(simulation: RegistrySimulation, nodes: Iterable[SimNode]) -> NodeId:
+    """Tell nodes of a hundred members that do not exist, each signed and in a network of its own; returns the last."""
     for n in range(100):
         identity = Identity.from_seed(n.to_bytes(32, "big"))
         record = RegistryNodeRecord(node=identity.node_id, seq=1, ttl_s=MEMBER_TTL_S, addresses=(f"66.{n}.1.1:7440",))
-        liar.replica.membership.learn(record, sign(record, identity), simulation.now)
-    simulation.run_until(simulation.now + 60)
-    heard = sum(bool(node.replica.membership.addresses(identity.node_id)) for node in simulation.nodes.values())
+        for node in nodes:
+            node.replica.membership.learn(record, sign(record, identity), simulation.now)
+    return identity.node_id
+
+
+def test_members_that_do_not_exist_are_in_nobodys_ring() -> None:
+    simulation = start()
+    before = views(simulation)
+    invented = teach_lies(simulation, simulation.nodes.values())
+    heard = sum(bool(node.replica.membership.addresses(invented)) for node in simulation.nodes.values())
     assert heard > 12, "the lie was told"
+    simulation.run_until(simulation.now + 60)
     assert views(simulation) == before
+
+
+def test_names_that_nobody_has_met_are_not_passed_on() -> None:
+    simulation = start()
+    liar = next(iter(simulation.nodes.values()))
+    invented = teach_lies(simulation, [liar])
+    assert liar.replica.membership.addresses(invented), "the liar itself knows"
+    simulation.run_until(simulation.now + 60)
+    others = [node for node in simulation.nodes.values() if node is not liar]
+    assert not any(node.replica.membership.addresses(invented) for node in others)
 
 
 def test_a_quick_rejoin_is_one_entry() -> None:
