@@ -11,6 +11,8 @@ from pathlib import Path
 
 import platformdirs
 
+from swarm.errors import UserError
+
 
 @contextlib.contextmanager
 def replacing(path: Path, *, mode: int = 0o644) -> Iterator[Path]:
@@ -40,6 +42,20 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
         temporary.write_bytes(data)
 
 
+def read_lines(path: Path) -> list[str]:
+    """Return the lines of a small text file of ours, none if it is not there.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Folders:
     """Where this machine's swarm keeps things. `SWARM_HOME` puts all three below one folder."""
@@ -49,11 +65,15 @@ class Folders:
     cache: Path
 
     @classmethod
+    def below(cls, root: Path) -> Folders:
+        """Return the three below one folder."""
+        return cls(root / "config", root / "state", root / "cache")
+
+    @classmethod
     def from_environment(cls) -> Folders:
         """Return the folders for this user; they need not exist yet."""
         home = os.environ.get("SWARM_HOME")
         if home:
-            root = Path(home).expanduser()
-            return cls(root / "config", root / "state", root / "cache")
+            return cls.below(Path(home).expanduser())
         dirs = platformdirs.PlatformDirs("swarm", appauthor=False)
         return cls(Path(dirs.user_config_dir), Path(dirs.user_state_dir), Path(dirs.user_cache_dir))

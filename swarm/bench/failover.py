@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -33,6 +32,7 @@ import numpy as np
 from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
+from swarm.bench.testbed import free_port
 from swarm.dispatch.attempts import AttemptStats
 from swarm.emulation.hub import EmulatedPaths, SocketAddress
 from swarm.emulation.path import PathSpec
@@ -204,13 +204,13 @@ async def open_arena(folder: Path, model: Path, wire: Wire, *, has_paths: bool, 
             held = sorted({*shares[index], *shares[(index + 1) % N_PEERS]})
             options = ["--model", str(model), *(["--exact-kernels"] if is_exact else [])]
             if hub is not None:
-                port = _free_port()
+                port = free_port()
                 fronts.append(await hub.front(spec=PathSpec(), to=("127.0.0.1", port)))
                 options += ["--port", str(port), "--advertise", format_address(fronts[-1])]
             await swarm.add_peer(held, *options)
         config = BackboneConfig(
             registry=parse_registry(swarm.registry),
-            folders=Folders(folder / "config", folder / "state", folder / "cache"),
+            folders=Folders.below(folder),
             model_file=model,
             wire=wire,
             host="127.0.0.1",
@@ -353,9 +353,3 @@ def _figures(arena: Arena, options: FailoverOptions, reference: _Reference, runs
         "own_replica_share": arena.running.dispatcher.replicas.kept_share,
         "attempts": {name: getattr(attempts, name) for name in AttemptStats.__slots__},
     }
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
-        udp.bind(("127.0.0.1", 0))
-        return int(udp.getsockname()[1])

@@ -131,9 +131,7 @@ class _Sides:
 def _open(model: Path, n_threads: int, n_ctx: int, n_batch: int) -> Iterator[_Sides]:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
-        prepared = stack.enter_context(
-            prepare_model(model, Folders(folder / "config", folder / "state", folder / "cache"))
-        )
+        prepared = stack.enter_context(prepare_model(model, Folders.below(folder)))
         experts = stack.enter_context(InProcessExperts.open(model, n_threads=n_threads))
 
         def context(llama: LlamaModel, hook: MoeHook | None = None) -> LlamaContext:

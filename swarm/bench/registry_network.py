@@ -301,13 +301,7 @@ class RegistrySimulation:
         payload = b"withdrawal" + peer.record.node.raw + record.seq.to_bytes(8, "little")
         self._records[payload] = record
         signed = SignedRecord(payload=payload, signature=_seal(payload))
-        delays = [0.0]
-        for node in peer.targets:
-            server = self.nodes.get(node)
-            if server is not None and self.reaches(peer.client.host, server):
-                delays.append(self.one_way_s(peer.client.host, server))
-                self.at(self.now + delays[-1], self._tell, peer, server, record, signed)
-        peer.ended_at = self.now + max(delays)
+        peer.ended_at = self.now + self._tell_all(peer, record, signed)
         self.at(peer.ended_at, self.crash, peer.client.host)
 
     def kill(self, peer: SimPeer) -> None:
@@ -321,13 +315,7 @@ class RegistrySimulation:
         peer.first_seq = self._seq()
         record, signed = self._next_record(peer)
         peer.targets = writers(peer.client.ring, peer.places, peer.client.avoided(self.now))
-        delays = [0.0]
-        for node in peer.targets:
-            server = self.nodes.get(node)
-            if server is not None and self.reaches(peer.client.host, server):
-                delays.append(self.one_way_s(peer.client.host, server))
-                self.at(self.now + delays[-1], self._tell, peer, server, record, signed)
-        peer.published_at = self.now + max(delays)
+        peer.published_at = self.now + self._tell_all(peer, record, signed)
         self.at(self.now + RENEW_S * (0.9 + 0.2 * self.rng.random()), self._renew, peer)
 
     def _renew(self, peer: SimPeer) -> None:
@@ -344,6 +332,16 @@ class RegistrySimulation:
             else:
                 self._tell(peer, server, record, signed)
         self.at(self.now + RENEW_S * (0.9 + 0.2 * self.rng.random()), self._renew, peer)
+
+    def _tell_all(self, peer: SimPeer, record: Record, signed: SignedRecord) -> float:
+        """Tell all replicas that can be reached; return when the last one will have heard, in seconds from now."""
+        delays = [0.0]
+        for node in peer.targets:
+            server = self.nodes.get(node)
+            if server is not None and self.reaches(peer.client.host, server):
+                delays.append(self.one_way_s(peer.client.host, server))
+                self.at(self.now + delays[-1], self._tell, peer, server, record, signed)
+        return max(delays)
 
     def _tell(self, peer: SimPeer, server: SimNode, record: Record, signed: SignedRecord) -> None:
         if not server.is_up:

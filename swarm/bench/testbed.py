@@ -153,7 +153,7 @@ async def open_testbed(
         for index, share in enumerate(_shares(folder, n_expert, n_peers, slices)):
             options = ["--model", str(model), *peer_options]
             if hub is not None:
-                port = _free_port()
+                port = free_port()
                 names.append(f"path{index}")
                 limited = paths.rate_bit_s is not None
                 front = await hub.front(
@@ -168,7 +168,7 @@ async def open_testbed(
             await swarm.add_peer(share, *options)
         config = BackboneConfig(
             registry=parse_registry(swarm.registry),
-            folders=Folders(folder / "config", folder / "state", folder / "cache"),
+            folders=Folders.below(folder),
             model_file=model,
             wire=wire,
             host="127.0.0.1",
@@ -227,7 +227,8 @@ def _slowest(records: np.ndarray, span: LayerSpan) -> float:
     return float((chosen[:, 2] - chosen[:, 0]).max()) / NS_PER_S
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a UDP port of loopback that was free a moment ago."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -97,7 +97,7 @@ async def _demo(
             _say(f"relay and registry: {swarm.registry[:16]}...@{swarm.registry.rpartition('@')[2]}")
             config = BackboneConfig(
                 registry=parse_registry(swarm.registry),
-                folders=Folders(home / "config", home / "state", home / "cache"),
+                folders=Folders.below(home),
                 model_file=path,
                 wire=wire,
                 host="127.0.0.1",

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from swarm.errors import NetworkError, RemoteProtocolError, UserError
-from swarm.files import Folders, write_atomically
+from swarm.files import Folders, read_lines, write_atomically
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address, resolve
@@ -31,13 +31,7 @@ class KnownRegistries:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._nodes: dict[str, NodeId] = {}
-        try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            lines = []
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_lines(path), 1):
             words = line.split()
             try:
                 where, node = words

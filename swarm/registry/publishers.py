@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from swarm.errors import UserError
-from swarm.files import write_atomically
+from swarm.files import read_lines, write_atomically
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.registry.networks import Scope, host_of, scope_of
@@ -41,13 +41,7 @@ class Publishers:
         self._remembered: set[NodeId] = set()
         self._given = frozenset(given)
         self._is_registry_here = is_registry_here
-        try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except FileNotFoundError:
-            lines = []
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_lines(path), 1):
             try:
                 self._remembered.add(NodeId.parse(line.strip()))
             except UserError as error:

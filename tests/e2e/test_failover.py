@@ -47,7 +47,7 @@ async def backbone(
 ) -> AsyncIterator[RunningBackbone]:
     config = BackboneConfig(
         registry=parse_registry(swarm.registry),
-        folders=Folders(folder / "config", folder / "state", folder / "cache"),
+        folders=Folders.below(folder),
         model_file=model,
         wire=parse_wire("f32"),
         host="127.0.0.1",

@@ -22,9 +22,10 @@ from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.registry.announcer import Announcer, SequenceNumbers
 from swarm.registry.client import RegistryClient, parse_registry
-from swarm.registry.records import ExpertAnnouncement, ModelOffer, Record, sign
+from swarm.registry.records import ExpertAnnouncement, Record, sign
 from swarm.wire import messages as m
 from tests.e2e.test_commands import run
+from tests.sample_records import sample_announcement, sample_offer
 
 MODEL = ModelId(b"m" * 32)
 A, B, BACKBONE, US = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3, 4))
@@ -32,16 +33,8 @@ NOBODY = "127.0.0.1:1"
 
 
 def announcement(identity: Identity, address: str, experts: range, *, seq: int = 1) -> ExpertAnnouncement:
-    return ExpertAnnouncement(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        experts=ExpertSet.of([1, 2], experts),
-        addresses=(address,),
-        exact_kernels=True,
-        wire_versions=(1,),
+    return sample_announcement(
+        identity.node_id, seq=seq, model=MODEL, experts=ExpertSet.of([1, 2], experts), addresses=(address,)
     )
 
 
@@ -123,20 +116,7 @@ async def test_peers_lists_what_was_announced_who_answers_and_what_is_missing(tm
         where = f"127.0.0.1:{live.port}"
         await publish(relay.registry, A, announcement(A, where, range(4)))
         await publish(relay.registry, B, announcement(B, NOBODY, range(2, 8)))
-        offer = ModelOffer(
-            node=BACKBONE.node_id,
-            seq=1,
-            ttl_s=60,
-            model=MODEL,
-            model_name="tiny",
-            n_expert=8,
-            n_expert_used=2,
-            moe_layers="1-3",
-            n_embd=64,
-            size_bytes=1000,
-            addresses=(NOBODY,),
-            offers_blocks=True,
-        )
+        offer = sample_offer(BACKBONE.node_id, model=MODEL, moe_layers="1-3", addresses=(NOBODY,))
         await publish(relay.registry, BACKBONE, offer)
         (code, out, err), (code_of_table, table, _) = await asyncio.gather(
             run("-m", "swarm", "peers", "--json", "--registry", relay.registry, home=tmp_path),

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,7 +139,7 @@ def config(tmp_path: Path) -> Callable[..., PeerConfig]:
     def make(**fields: Any) -> PeerConfig:
         values: dict[str, Any] = {
             "registry": (RegistryAddress(address=parse_address("127.0.0.1:7440"), node=None),),
-            "folders": Folders(tmp_path / "config", tmp_path / "state", tmp_path / "cache"),
+            "folders": Folders.below(tmp_path),
             "experts": frozenset({1, 2, 3}),
         }
         return PeerConfig(**values | fields)
@@ -179,6 +179,17 @@ def tagged(small: SmallModel, **fields: Any) -> m.Dispatch:
 
 
 # Joining
+
+
+def lying(small: SmallModel) -> Callable[[m.Request], Awaitable[m.Response]]:
+    """Return a backbone's answers whose blocks are all zeros."""
+    honest = small.share()
+
+    async def lie(request: m.Request) -> m.Response:
+        response = await honest.answer(request)
+        return m.BlockBytes(data=bytes(len(response.data))) if isinstance(response, m.BlockBytes) else response
+
+    return lie
 
 
 async def test_a_peer_with_a_file_loads_its_slice_announces_it_and_leaves_with_a_withdrawal(
@@ -433,13 +444,7 @@ async def test_a_peer_left_to_choose_claims_what_nobody_holds_before_it_loads_it
 async def test_a_claim_is_withdrawn_when_the_experts_cannot_be_had(
     small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
 ) -> None:
-    honest = small.share()
-
-    async def lie(request: m.Request) -> m.Response:
-        response = await honest.answer(request)
-        return m.BlockBytes(data=bytes(len(response.data))) if isinstance(response, m.BlockBytes) else response
-
-    network.add(small, 1, lie)
+    network.add(small, 1, lying(small))
     with pytest.raises(IntegrityError):
         await refused(config(experts=room_for(small, 2)))
     claim, last = FakeRegistry.published
@@ -585,13 +590,7 @@ async def test_a_fetched_block_that_was_damaged_on_disk_is_refused_and_fetched_a
 async def test_a_lying_backbone_is_refused_at_fetch(
     small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
 ) -> None:
-    honest = small.share()
-
-    async def lie(request: m.Request) -> m.Response:
-        response = await honest.answer(request)
-        return m.BlockBytes(data=bytes(len(response.data))) if isinstance(response, m.BlockBytes) else response
-
-    network.add(small, 1, lie)
+    network.add(small, 1, lying(small))
     with pytest.raises(IntegrityError):
         await refused(config())
     assert FakeRegistry.published == []

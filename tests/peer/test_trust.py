@@ -12,26 +12,14 @@ from swarm.identity import Identity
 from swarm.ids import ModelId
 from swarm.registry.publishers import Publishers
 from swarm.registry.records import ModelOffer
+from tests.sample_records import sample_offer
 
 FRIEND, STRANGER, OTHER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 GOOD, FORGED = ModelId(b"g" * 32), ModelId(b"f" * 32)
 
 
 def offer(identity: Identity, model: ModelId, name: str = "tiny") -> ModelOffer:
-    return ModelOffer(
-        node=identity.node_id,
-        seq=1,
-        ttl_s=60,
-        model=model,
-        model_name=name,
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=("192.0.2.1:2",),
-        offers_blocks=True,
-    )
+    return sample_offer(identity.node_id, model=model, model_name=name, addresses=("192.0.2.1:2",))
 
 
 def publishers(tmp_path: Path, *, answer: bool = False, given: tuple[Identity, ...] = (FRIEND,)) -> Publishers:

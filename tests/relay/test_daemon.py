@@ -25,11 +25,12 @@ from relay.daemon import (
 from swarm import __version__
 from swarm.errors import ConnectionLost, IdentityMismatch, Overloaded, Refused, UserError
 from swarm.identity import Identity
-from swarm.ids import ExpertSet, ModelId
+from swarm.ids import ModelId
 from swarm.registry.client import RegistryAddress, parse_registry
-from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord, sign, verify
+from swarm.registry.records import SignedRecord, sign, verify
 from swarm.wire import messages as m
 from tests import virtual_time
+from tests.sample_records import sample_announcement, sample_offer
 from tests.virtual_time import now
 
 R, A, B = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
@@ -37,35 +38,12 @@ MODEL = ModelId(b"m" * 32)
 
 
 def announcement(identity: Identity, *, ttl_s: int = 60) -> SignedRecord:
-    record = ExpertAnnouncement(
-        node=identity.node_id,
-        seq=1,
-        ttl_s=ttl_s,
-        model=MODEL,
-        model_name="tiny",
-        experts=ExpertSet.of([0], range(4)),
-        addresses=("127.0.0.1:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
-    )
+    record = sample_announcement(identity.node_id, ttl_s=ttl_s, model=MODEL, addresses=("127.0.0.1:1",))
     return sign(record, identity)
 
 
 def offer(identity: Identity) -> SignedRecord:
-    record = ModelOffer(
-        node=identity.node_id,
-        seq=1,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=("192.0.2.1:2",),
-        offers_blocks=True,
-    )
+    record = sample_offer(identity.node_id, model=MODEL, addresses=("192.0.2.1:2",))
     return sign(record, identity)
 
 

@@ -84,7 +84,7 @@ async def test_peers_that_hold_other_experts_in_each_layer_serve_a_model(tmp_pat
             await swarm.add_peer(file, "--model", str(MODEL))
         config = BackboneConfig(
             registry=parse_registry(swarm.registry),
-            folders=Folders(tmp_path / "config", tmp_path / "state", tmp_path / "cache"),
+            folders=Folders.below(tmp_path),
             model_file=MODEL,
             host="127.0.0.1",
             engine=EngineConfig(n_ctx=128),

@@ -28,9 +28,10 @@ from swarm.net.addresses import parse_address
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.registry.client import RegistryClient, parse_registry
-from swarm.registry.records import ModelOffer, sign
+from swarm.registry.records import sign
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
+from tests.sample_records import sample_offer
 from tests.synthetic_moe import write_synthetic_moe
 
 TIMEOUT_S = 10.0
@@ -108,19 +109,15 @@ async def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
             identity = Identity.generate()
             async with Endpoint(identity, host="127.0.0.1", handler=made.answer, serves=SERVES) as backbone:
                 client = RegistryClient(backbone, parse_registry(registry.registry))
-                offer = ModelOffer(
-                    node=identity.node_id,
-                    seq=1,
-                    ttl_s=60,
+                offer = sample_offer(
+                    identity.node_id,
                     model=manifest.model_id,
                     model_name="small",
                     n_expert=6,
-                    n_expert_used=2,
                     moe_layers="0-1",
                     n_embd=D,
                     size_bytes=path.stat().st_size,
                     addresses=(f"127.0.0.1:{backbone.port}",),
-                    offers_blocks=True,
                 )
                 await client.publish(sign(offer, identity))
                 yield made

@@ -29,7 +29,7 @@ IDENTITY = Identity.from_seed(bytes(range(32)))
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
-    return Folders(tmp_path / "config", tmp_path / "state", tmp_path / "cache")
+    return Folders.below(tmp_path)
 
 
 class FakeEndpoint:

@@ -25,7 +25,7 @@ from tests.swarm.backbone.local_experts import SplitModel
 
 @pytest.fixture
 def folders(tmp_path: Path) -> Folders:
-    return Folders(tmp_path / "config", tmp_path / "state", tmp_path / "cache")
+    return Folders.below(tmp_path)
 
 
 def lay_out(model: SplitModel, folder: Path, manifest: bytes | None = None) -> Path:

@@ -20,6 +20,7 @@ from swarm.registry.records import ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.sample_records import sample_announcement, sample_offer
 
 US = Identity.from_seed(b"u" * 32)
 MODEL = ModelId(b"m" * 32)
@@ -27,34 +28,11 @@ A, B = (NodeId(bytes([n]) * 32) for n in (10, 20))
 
 
 def holder(node: NodeId, experts: ExpertSet) -> ExpertAnnouncement:
-    return ExpertAnnouncement(
-        node=node,
-        seq=1,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        experts=experts,
-        addresses=("10.0.0.1:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
-    )
+    return sample_announcement(node, model=MODEL, experts=experts, addresses=("10.0.0.1:1",))
 
 
 def offer(*, n_expert: int = 8, moe_layers: str = "1-3") -> ModelOffer:
-    return ModelOffer(
-        node=A,
-        seq=1,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        n_expert=n_expert,
-        n_expert_used=2,
-        moe_layers=moe_layers,
-        n_embd=64,
-        size_bytes=1000,
-        addresses=("10.0.0.1:1",),
-        offers_blocks=True,
-    )
+    return sample_offer(A, model=MODEL, n_expert=n_expert, moe_layers=moe_layers, addresses=("10.0.0.1:1",))
 
 
 def test_missing_experts_are_named_layer_by_layer() -> None:

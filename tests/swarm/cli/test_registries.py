@@ -24,7 +24,7 @@ class Person:
     """Who is asked, and the network that is asked for ids."""
 
     def __init__(self, folder: Path, *, agrees: bool = True) -> None:
-        self.folders = Folders(folder / "config", folder / "state", folder / "cache")
+        self.folders = Folders.below(folder)
         self.agrees = agrees
         self.questions: list[str] = []
         self.asked: list[SocketAddress] = []

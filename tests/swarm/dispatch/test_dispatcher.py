@@ -37,6 +37,7 @@ from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec, Wire, WireForm, encode_rows
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.sample_records import sample_announcement
 from tests.virtual_time import now
 
 MODEL = ModelId(b"m" * 32)
@@ -149,16 +150,8 @@ class Star:
 
     def _announced(self) -> list[ExpertAnnouncement]:
         return [
-            ExpertAnnouncement(
-                node=node,
-                seq=1,
-                ttl_s=60,
-                model=MODEL,
-                model_name="tiny",
-                experts=ExpertSet.of(LAYERS, experts),
-                addresses=(f"10.0.0.{node.raw[0]}:1",),
-                exact_kernels=True,
-                wire_versions=(1,),
+            sample_announcement(
+                node, model=MODEL, experts=ExpertSet.of(LAYERS, experts), addresses=(f"10.0.0.{node.raw[0]}:1",)
             )
             for node, experts in self.slices.items()
         ]

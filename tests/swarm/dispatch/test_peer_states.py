@@ -5,19 +5,16 @@ from __future__ import annotations
 from swarm.dispatch.peer_states import FORGET_S, MAX_PEERS, PeerLog, PeerState
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.registry.records import ExpertAnnouncement
+from tests.sample_records import sample_announcement
 
 
 def record(number: int, *, seq: int = 1) -> ExpertAnnouncement:
-    return ExpertAnnouncement(
-        node=NodeId(number.to_bytes(32)),
+    return sample_announcement(
+        NodeId(number.to_bytes(32)),
         seq=seq,
-        ttl_s=60,
         model=ModelId(b"m" * 32),
-        model_name="tiny",
         experts=ExpertSet.of([0], [1]),
         addresses=("192.0.2.1:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
     )
 
 

@@ -13,6 +13,7 @@ from swarm.dispatch.replicas import DECODE_ROWS, REFRESH_S, Replicas
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.registry.records import ExpertAnnouncement
+from tests.sample_records import sample_announcement
 
 MODEL = ModelId(b"m" * 32)
 A, B, C, D = (NodeId(bytes([n]) * 32) for n in (10, 20, 30, 40))
@@ -21,16 +22,11 @@ E, K = 12, 4
 
 
 def announce(node: NodeId, experts: Iterable[int] | ExpertSet) -> ExpertAnnouncement:
-    return ExpertAnnouncement(
-        node=node,
-        seq=1,
-        ttl_s=60,
+    return sample_announcement(
+        node,
         model=MODEL,
-        model_name="tiny",
         experts=experts if isinstance(experts, ExpertSet) else ExpertSet.of(LAYERS, experts),
         addresses=("127.0.0.1:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
     )
 
 

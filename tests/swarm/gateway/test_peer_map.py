@@ -15,23 +15,18 @@ from swarm.dispatch.peer_states import PeerState, PeerView
 from swarm.gateway.app import create_app
 from swarm.gateway.peer_map import build_map, page
 from swarm.ids import ExpertSet, ModelId, NodeId
-from swarm.registry.records import ExpertAnnouncement
+from tests.sample_records import sample_announcement
 from tests.swarm.gateway.test_app import ScriptedGenerator
 
 A, B = NodeId(b"a" * 32), NodeId(b"b" * 32)
 
 
 def view(node: NodeId, state: PeerState, *, state_since: float = 90.0, experts: ExpertSet | None = None) -> PeerView:
-    record = ExpertAnnouncement(
-        node=node,
-        seq=1,
-        ttl_s=60,
+    record = sample_announcement(
+        node,
         model=ModelId(b"m" * 32),
-        model_name="tiny",
         experts=experts or ExpertSet.of([1, 2], [0, 1]),
         addresses=("198.51.100.77:4242",),
-        exact_kernels=True,
-        wire_versions=(1,),
     )
     return PeerView(record=record, state=state, state_since=state_since, seen_since=40.0)
 

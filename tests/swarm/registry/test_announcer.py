@@ -13,12 +13,13 @@ import pytest
 
 from swarm.errors import NetworkError, SwarmError, UserError
 from swarm.identity import Identity
-from swarm.ids import ExpertSet, ModelId
+from swarm.ids import ModelId
 from swarm.registry.announcer import RENEW_S, RETRY_S, TTL_S, WITHDRAW_TIMEOUT_S, Announcer, SequenceNumbers
 from swarm.registry.node import RegistryNode
 from swarm.registry.records import MAX_SEQ, ExpertAnnouncement, ModelOffer, Record, SignedRecord, Withdrawal, verify
 from swarm.wire import messages as m
 from tests import virtual_time
+from tests.sample_records import sample_announcement
 from tests.virtual_time import now
 
 A = Identity.from_seed(b"a" * 32)
@@ -32,17 +33,7 @@ def clock_at(ms: int) -> SequenceNumbers:
 
 
 def record(seq: int, address: str) -> ExpertAnnouncement:
-    return ExpertAnnouncement(
-        node=A.node_id,
-        seq=seq,
-        ttl_s=TTL_S,
-        model=MODEL,
-        model_name="tiny",
-        experts=ExpertSet.of([0], range(4)),
-        addresses=(address,),
-        exact_kernels=True,
-        wire_versions=(1,),
-    )
+    return sample_announcement(A.node_id, seq=seq, ttl_s=TTL_S, model=MODEL, addresses=(address,))
 
 
 class OneNodeRegistry:

@@ -18,7 +18,6 @@ from swarm.registry.client import RegistryAddress, RegistryClient, parse_registr
 from swarm.registry.node import RegistryNode
 from swarm.registry.records import (
     ExpertAnnouncement,
-    ModelOffer,
     Record,
     RecordKind,
     SignedRecord,
@@ -29,6 +28,7 @@ from swarm.registry.records import (
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.sample_records import sample_announcement, sample_offer
 from tests.virtual_time import now
 
 US, A, B = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
@@ -38,35 +38,14 @@ NODE_TEXT = str(R1.node_id)
 
 
 def announcement(identity: Identity, seq: int, *, model: ModelId = MODEL, experts: range = range(4)) -> SignedRecord:
-    record = ExpertAnnouncement(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=model,
-        model_name="tiny",
-        experts=ExpertSet.of([0], experts),
-        addresses=("127.0.0.1:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
+    record = sample_announcement(
+        identity.node_id, seq=seq, model=model, experts=ExpertSet.of([0], experts), addresses=("127.0.0.1:1",)
     )
     return sign(record, identity)
 
 
 def offer(identity: Identity, seq: int, *, model: ModelId = MODEL) -> SignedRecord:
-    record = ModelOffer(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=model,
-        model_name="tiny",
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=("127.0.0.1:2",),
-        offers_blocks=True,
-    )
+    record = sample_offer(identity.node_id, seq=seq, model=model, addresses=("127.0.0.1:2",))
     return sign(record, identity)
 
 

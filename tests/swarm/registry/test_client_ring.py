@@ -31,7 +31,6 @@ from swarm.registry.membership import MAX_PER_PREFIX, MEMBER_TTL_S
 from swarm.registry.node import RegistryNode
 from swarm.registry.records import (
     NO_MODEL,
-    ExpertAnnouncement,
     ModelOffer,
     Record,
     RecordKind,
@@ -47,6 +46,7 @@ from swarm.registry.view import MEMBERS_RETRY_S, MEMBERS_S, REQUEST_TIMEOUT_S
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.sample_records import sample_announcement, sample_offer
 from tests.virtual_time import now
 
 US, A, B = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
@@ -54,35 +54,14 @@ MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
 
 
 def announcement(identity: Identity, seq: int, *, model: ModelId = MODEL, experts: range = range(4)) -> SignedRecord:
-    record = ExpertAnnouncement(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=model,
-        model_name="tiny",
-        experts=ExpertSet.of([0], experts),
-        addresses=("192.0.2.77:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
+    record = sample_announcement(
+        identity.node_id, seq=seq, model=model, experts=ExpertSet.of([0], experts), addresses=("192.0.2.77:1",)
     )
     return sign(record, identity)
 
 
 def offer(identity: Identity, seq: int, *, n_expert: int = 40, model: ModelId = MODEL) -> SignedRecord:
-    record = ModelOffer(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=model,
-        model_name="tiny",
-        n_expert=n_expert,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=("192.0.2.77:2",),
-        offers_blocks=True,
-    )
+    record = sample_offer(identity.node_id, seq=seq, model=model, n_expert=n_expert, addresses=("192.0.2.77:2",))
     return sign(record, identity)
 
 

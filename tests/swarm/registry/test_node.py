@@ -8,13 +8,14 @@ import pytest
 
 from swarm.errors import IdentityMismatch, LocalProtocolError, Overloaded, Refused, RemoteProtocolError
 from swarm.identity import Identity
-from swarm.ids import ExpertSet, ModelId
+from swarm.ids import ModelId
 from swarm.registry import replica as replica_module
 from swarm.registry.node import RegistryNode, prefix_of
-from swarm.registry.records import ExpertAnnouncement, RecordKind, SignedRecord, Withdrawal, sign
+from swarm.registry.records import RecordKind, SignedRecord, Withdrawal, sign
 from swarm.registry.table import RegistryTable, TableLimits
 from swarm.wire import messages as m
 from swarm.wire.frames import decode_frame, encode
+from tests.sample_records import sample_announcement
 
 A, B, C = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
@@ -41,17 +42,7 @@ def announcement(
     ttl_s: int = 60,
     addresses: tuple[str, ...] = ("127.0.0.1:1",),
 ) -> SignedRecord:
-    record = ExpertAnnouncement(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=ttl_s,
-        model=model,
-        model_name="tiny",
-        experts=ExpertSet.of([0], range(4)),
-        addresses=addresses,
-        exact_kernels=True,
-        wire_versions=(1,),
-    )
+    record = sample_announcement(identity.node_id, seq=seq, ttl_s=ttl_s, model=model, addresses=addresses)
     return sign(record, identity)
 
 

@@ -22,10 +22,11 @@ from swarm.registry.node import (
     RegistryNode,
     RingMember,
 )
-from swarm.registry.records import ExpertAnnouncement, RegistryNodeRecord, SignedRecord, sign
+from swarm.registry.records import RegistryNodeRecord, SignedRecord, sign
 from swarm.wire import messages as m
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
+from tests.sample_records import sample_announcement
 from tests.virtual_time import now
 
 A, B, C, PEER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3, 4))
@@ -33,16 +34,8 @@ MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
 
 
 def announcement(seq: int, *, model: ModelId = MODEL, experts: range = range(4)) -> SignedRecord:
-    record = ExpertAnnouncement(
-        node=PEER.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=model,
-        model_name="tiny",
-        experts=ExpertSet.of([0], experts),
-        addresses=("192.0.2.1:1",),
-        exact_kernels=True,
-        wire_versions=(1,),
+    record = sample_announcement(
+        PEER.node_id, seq=seq, model=model, experts=ExpertSet.of([0], experts), addresses=("192.0.2.1:1",)
     )
     return sign(record, PEER)
 

@@ -11,25 +11,13 @@ from swarm.identity import Identity
 from swarm.ids import ModelId
 from swarm.registry.publishers import Publishers, own_publishers
 from swarm.registry.records import ModelOffer
+from tests.sample_records import sample_offer
 
 A, B = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2))
 
 
 def offer(identity: Identity, *addresses: str) -> ModelOffer:
-    return ModelOffer(
-        node=identity.node_id,
-        seq=1,
-        ttl_s=60,
-        model=ModelId(b"m" * 32),
-        model_name="tiny",
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=addresses or ("192.0.2.1:2",),
-        offers_blocks=True,
-    )
+    return sample_offer(identity.node_id, model=ModelId(b"m" * 32), addresses=addresses or ("192.0.2.1:2",))
 
 
 def test_an_unknown_publisher_is_confirmed_once_and_remembered(tmp_path: Path) -> None:

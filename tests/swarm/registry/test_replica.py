@@ -17,7 +17,6 @@ from swarm.registry.records import (
     MAX_TTL_S,
     NO_MODEL,
     ExpertAnnouncement,
-    ModelOffer,
     Record,
     RecordKind,
     RegistryNodeRecord,
@@ -31,6 +30,7 @@ from swarm.registry.ring import N_REPLICAS, N_TOLERATED, THE_DIRECTORY, Place, R
 from swarm.registry.table import RegistryTable, TableLimits
 from swarm.wire import messages as m
 from swarm.wire.frames import decode_frame, encode
+from tests.sample_records import sample_announcement, sample_offer
 
 PEER, OTHER, BACKBONE, STRANGER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3, 4))
 MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
@@ -41,35 +41,12 @@ NOW = 1000.0
 def announcement(
     identity: Identity, seq: int, *, model: ModelId = MODEL, address: str = "192.0.2.1:1", ttl_s: int = 60
 ) -> SignedRecord:
-    record = ExpertAnnouncement(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=ttl_s,
-        model=model,
-        model_name="tiny",
-        experts=ExpertSet.of([0], range(4)),
-        addresses=(address,),
-        exact_kernels=True,
-        wire_versions=(1,),
-    )
+    record = sample_announcement(identity.node_id, seq=seq, ttl_s=ttl_s, model=model, addresses=(address,))
     return sign(record, identity)
 
 
 def offer(identity: Identity, seq: int = 1, address: str = "192.0.2.1:2") -> SignedRecord:
-    record = ModelOffer(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=(address,),
-        offers_blocks=True,
-    )
+    record = sample_offer(identity.node_id, seq=seq, model=MODEL, addresses=(address,))
     return sign(record, identity)
 
 

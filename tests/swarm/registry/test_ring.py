@@ -10,7 +10,7 @@ import pytest
 
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.registry import ring as ring_module
-from swarm.registry.records import NO_MODEL, ExpertAnnouncement, ModelOffer, RecordKind, RoutingHistogram, Withdrawal
+from swarm.registry.records import NO_MODEL, ExpertAnnouncement, RecordKind, RoutingHistogram, Withdrawal
 from swarm.registry.ring import (
     DIRECTORY,
     EXPERTS_PER_BUCKET,
@@ -28,6 +28,7 @@ from swarm.registry.ring import (
     places_of,
     position_of,
 )
+from tests.sample_records import sample_announcement, sample_offer
 
 MODEL = ModelId(b"m" * 32)
 RNG = random.Random(7)
@@ -35,17 +36,7 @@ NODES = [NodeId(RNG.randbytes(32)) for _ in range(60)]
 
 
 def announcement(experts: ExpertSet) -> ExpertAnnouncement:
-    return ExpertAnnouncement(
-        node=NODES[0],
-        seq=1,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        experts=experts,
-        addresses=("192.0.2.1:1",),
-        exact_kernels=False,
-        wire_versions=(1,),
-    )
+    return sample_announcement(NODES[0], model=MODEL, experts=experts, addresses=("192.0.2.1:1",), exact_kernels=False)
 
 
 def test_a_place_is_stored_by_the_members_whose_positions_are_closest_by_xor() -> None:
@@ -127,20 +118,7 @@ def test_an_announcement_is_where_its_experts_are_looked_for() -> None:
 
 
 def test_an_offer_is_also_in_the_directory_and_a_withdrawal_nowhere() -> None:
-    offer = ModelOffer(
-        node=NODES[0],
-        seq=1,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0",
-        n_embd=64,
-        size_bytes=1,
-        addresses=("192.0.2.1:1",),
-        offers_blocks=True,
-    )
+    offer = sample_offer(NODES[0], model=MODEL, moe_layers="0", size_bytes=1, addresses=("192.0.2.1:1",))
     histogram = RoutingHistogram(
         node=NODES[0], seq=1, ttl_s=60, model=MODEL, n_tokens=1, window_s=1, loads=((0, "f0"),)
     )

@@ -25,6 +25,7 @@ from swarm.registry.scarcity import (
     rivals,
     scarcity,
 )
+from tests.sample_records import sample_announcement
 
 MODEL = ModelId(b"m" * 32)
 LAYERS = (1, 2, 5)
@@ -33,16 +34,8 @@ NODES = [NodeId(bytes([n]) * 32) for n in range(1, 9)]
 
 
 def peer(number: int, experts: ExpertSet, **fields: object) -> ExpertAnnouncement:
-    record = ExpertAnnouncement(
-        node=NODES[number],
-        seq=1,
-        ttl_s=60,
-        model=MODEL,
-        model_name="tiny",
-        experts=experts,
-        addresses=("192.0.2.1:7",),
-        exact_kernels=False,
-        wire_versions=(1,),
+    record = sample_announcement(
+        NODES[number], model=MODEL, experts=experts, addresses=("192.0.2.1:7",), exact_kernels=False
     )
     return replace(record, **fields)  # type: ignore[arg-type]
 

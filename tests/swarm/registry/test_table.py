@@ -12,7 +12,6 @@ from swarm.ids import ExpertSet, ModelId
 from swarm.registry.records import (
     MAX_TTL_S,
     ExpertAnnouncement,
-    ModelOffer,
     RecordKind,
     SignedRecord,
     Withdrawal,
@@ -21,6 +20,7 @@ from swarm.registry.records import (
 )
 from swarm.registry.ring import OFFERS, THE_DIRECTORY, places_of
 from swarm.registry.table import REMEMBER_S, PutResult, RegistryTable, TableLimits
+from tests.sample_records import sample_offer
 
 A, B, C = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
 MODEL, OTHER_MODEL = ModelId(b"m" * 32), ModelId(b"n" * 32)
@@ -44,20 +44,7 @@ def announcement(
 
 
 def offer(identity: Identity, seq: int, *, ttl_s: int = 60) -> SignedRecord:
-    record = ModelOffer(
-        node=identity.node_id,
-        seq=seq,
-        ttl_s=ttl_s,
-        model=MODEL,
-        model_name="tiny",
-        n_expert=8,
-        n_expert_used=2,
-        moe_layers="0-3",
-        n_embd=64,
-        size_bytes=1000,
-        addresses=("127.0.0.1:2",),
-        offers_blocks=True,
-    )
+    record = sample_offer(identity.node_id, seq=seq, ttl_s=ttl_s, model=MODEL, addresses=("127.0.0.1:2",))
     return sign(record, identity)
 
 
