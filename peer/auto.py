@@ -133,7 +133,7 @@ class Chooser:
         """Return the slice to move to from `held`, None to stay; `since_s` as `is_move_worthwhile`'s."""
         others = await self._look()
         scarce = self._scarcity(others)
-        better = self._pick(others)
+        better = self._pick(scarce)
         layers = self._spec.moe_layers
         return better if is_move_worthwhile(scarce, layers, held, better, since_s=since_s) else None
 
@@ -159,7 +159,7 @@ class Chooser:
         return scarcity(self._spec.moe_layers, self._spec.n_expert, self._histograms, others)
 
     def _choose(self, others: Sequence[ExpertAnnouncement]) -> ExpertSet:
-        experts = self._pick(others)
+        experts = self._pick(self._scarcity(others))
         if not experts.by_layer:
             least = min(self._block_bytes)
             raise UserError(
@@ -168,9 +168,9 @@ class Chooser:
             )
         return experts
 
-    def _pick(self, others: Sequence[ExpertAnnouncement]) -> ExpertSet:
+    def _pick(self, scarce: npt.NDArray[np.float64]) -> ExpertSet:
         return choose_slice(
-            self._scarcity(others),
+            scarce,
             self._spec.moe_layers,
             self._block_bytes,
             self._budget_bytes,
