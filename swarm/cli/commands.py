@@ -7,6 +7,7 @@ A volunteer's process needs neither the gateway nor the benchmarks: importing al
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -21,28 +22,29 @@ COMMANDS = {
     "peers": ("swarm.cli.peers", "peers"),
     "plan": ("swarm.cli.plan", "plan"),
     "split": ("swarm.cli.split", "split"),
-    "bench": ("swarm.cli.bench", "app"),
+    "bench": ("swarm.cli.bench.commands", "app"),
     "verify": ("swarm.cli.verify", "verify"),
 }
 
 
-class LazyCommands(TyperGroup):
-    """A group whose commands are those of the table."""
+def lazy_group(table: Mapping[str, tuple[str, str]]) -> type[TyperGroup]:
+    """Return a kind of group whose commands are those of `table`, in its form."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
-        """Return the commands' names."""
-        return list(COMMANDS)
+    class LazyGroup(TyperGroup):
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(table)
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, or None where there is none of that name."""
-        if cmd_name not in self.commands and cmd_name in COMMANDS:
-            self.commands[cmd_name] = load_command(cmd_name)
-        return super().get_command(ctx, cmd_name)
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name not in self.commands and cmd_name in table:
+                self.commands[cmd_name] = load_command(cmd_name, table)
+            return super().get_command(ctx, cmd_name)
+
+    return LazyGroup
 
 
-def load_command(name: str) -> Any:
+def load_command(name: str, table: Mapping[str, tuple[str, str]] = COMMANDS) -> Any:
     """Return the command of the table, with its module imported."""
-    module, attribute = COMMANDS[name]
+    module, attribute = table[name]
     found = getattr(importlib.import_module(module), attribute)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False, rich_markup_mode="rich")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from swarm import __version__
-from swarm.cli.commands import COMMANDS, LazyCommands, load_command
+from swarm.cli.commands import COMMANDS, lazy_group, load_command
 from swarm.cli.runtime import err, set_up_logging
 from swarm.errors import SwarmError, UserError
 from swarm.files import Folders
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="swarm",
-    cls=LazyCommands,
+    cls=lazy_group(COMMANDS),
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,

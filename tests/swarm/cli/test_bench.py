@@ -18,7 +18,10 @@ from swarm.bench.latency import LatencyOptions, LatencyReport, Tail
 from swarm.bench.sweep import SweepOptions
 from swarm.bench.testbed import PathOptions
 from swarm.bench.wire_bytes import WireBytesOptions
-from swarm.cli import bench
+from swarm.cli.bench.commands import app
+from swarm.cli.bench.experts import EXPERTS_COLUMNS, SKEW_COLUMNS
+from swarm.cli.bench.sweep import RATE_COLUMNS, SWEEP_COLUMNS
+from swarm.cli.bench.wire_bytes import BYTES_COLUMNS
 from swarm.cli.slice_file import read_slice_file
 from swarm.errors import UserError
 from swarm.ids import ExpertSet
@@ -67,7 +70,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         options.append(asked)
         return {"tokens_per_s": 3.0}
 
-    monkeypatch.setattr(bench, "measure_fanout", fanout)
+    monkeypatch.setattr("swarm.cli.bench.fanout.measure_fanout", fanout)
 
     async def dispatch(asked: DispatchOptions, model: Path, progress: Any) -> dict[str, Any]:
         options.append(asked)
@@ -75,15 +78,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     async def wire_bytes(asked: WireBytesOptions, model: Path, progress: Any) -> dict[str, Any]:
         options.append(asked)
-        return {
-            "rows": [dict.fromkeys(bench.BYTES_COLUMNS, 1.0) | {"wire": "q8/f16", "bytes_all_destinations": 9827.0}]
-        }
+        return {"rows": [dict.fromkeys(BYTES_COLUMNS, 1.0) | {"wire": "q8/f16", "bytes_all_destinations": 9827.0}]}
 
     async def sweep(asked: SweepOptions, progress: Any) -> dict[str, Any]:
         options.append(asked)
         return {
-            "points": [dict.fromkeys(bench.SWEEP_COLUMNS, 0.125)],
-            "rates": [dict.fromkeys(bench.RATE_COLUMNS, 0.5)],
+            "points": [dict.fromkeys(SWEEP_COLUMNS, 0.125)],
+            "rates": [dict.fromkeys(RATE_COLUMNS, 0.5)],
         }
 
     async def latency(asked: LatencyOptions, progress: Any) -> LatencyReport:
@@ -101,18 +102,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             control=TAIL if asked.n_lossy else None,
         )
 
-    monkeypatch.setattr(bench, "measure_dispatch", dispatch)
-    monkeypatch.setattr(bench, "measure_wire_bytes", wire_bytes)
-    monkeypatch.setattr(bench, "measure_sweep", sweep)
-    monkeypatch.setattr(bench, "measure_latency", latency)
-    monkeypatch.setattr(bench, "synthetic_file", lambda model: Path("synthetic.gguf"))
-    monkeypatch.setattr(bench, "measure_decode", decode)
-    monkeypatch.setattr(bench, "tame_openmp", lambda: None)
+    monkeypatch.setattr("swarm.cli.bench.dispatch.measure_dispatch", dispatch)
+    monkeypatch.setattr("swarm.cli.bench.wire_bytes.measure_wire_bytes", wire_bytes)
+    monkeypatch.setattr("swarm.cli.bench.sweep.measure_sweep", sweep)
+    monkeypatch.setattr("swarm.cli.bench.transport.measure_latency", latency)
+    monkeypatch.setattr("swarm.cli.bench.dispatch.synthetic_file", lambda model: Path("synthetic.gguf"))
+    monkeypatch.setattr("swarm.cli.bench.wire_bytes.synthetic_file", lambda model: Path("synthetic.gguf"))
+    monkeypatch.setattr("swarm.cli.bench.decode.measure_decode", decode)
+    monkeypatch.setattr("swarm.cli.bench.fanout.tame_openmp", lambda: None)
     return options
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(bench.app, arguments)
+    return CliRunner().invoke(app, arguments)
 
 
 def test_fanout_reads_four_and_sixteen_peers_by_default(asked: list[Any], files: tuple[str, str]) -> None:
@@ -225,8 +227,8 @@ def test_no_peers_measures_in_this_process_with_as_many_threads_as_asked(
         progress(1, 1)
         return {"share_of_stock": 0.95}
 
-    monkeypatch.setattr(bench, "measure_decode_in_process", measure)
-    monkeypatch.setattr(bench, "measure_prefill_in_process", measure)
+    monkeypatch.setattr("swarm.cli.bench.decode.measure_decode_in_process", measure)
+    monkeypatch.setattr("swarm.cli.bench.prefill.measure_prefill_in_process", measure)
     model = files[0]
     decode = run("decode", "--model", model, "--peers", "0", "--threads", "3", "--prompt-tokens", "99", "--json")
     assert json.loads(decode.stdout) == {"share_of_stock": 0.95}
@@ -261,12 +263,12 @@ def test_experts_prints_both_tables(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         options.append(asked)
         return {
             "knee_flop_per_byte": 4.125,
-            "rows_per_expert": [dict.fromkeys(bench.EXPERTS_COLUMNS, 0.0625)],
-            "skew": [dict.fromkeys(bench.SKEW_COLUMNS, 13.75)],
+            "rows_per_expert": [dict.fromkeys(EXPERTS_COLUMNS, 0.0625)],
+            "skew": [dict.fromkeys(SKEW_COLUMNS, 13.75)],
         }
 
-    monkeypatch.setattr(bench, "measure_experts", measure)
-    monkeypatch.setattr(bench, "synthetic_file", lambda model: tmp_path / model.name)
+    monkeypatch.setattr("swarm.cli.bench.experts.measure_experts", measure)
+    monkeypatch.setattr("swarm.cli.bench.experts.synthetic_file", lambda model: tmp_path / model.name)
     result = run("experts", "--rows", "8,1", "--skews", "0,1.5", "--plain", "--threads", "2")
     assert result.exit_code == 0, result.output
     assert (options[0].n_rows, options[0].skews, options[0].repacks, options[0].n_threads) == (

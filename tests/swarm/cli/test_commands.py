@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from swarm.cli.commands import COMMANDS, LazyCommands, load_command
+from swarm.cli.commands import COMMANDS, lazy_group, load_command
 
 HEAVY = ("swarm.gateway.app", "swarm.bench.decode", "swarm.cli.serve", "aiohttp", "jinja2")
 
@@ -39,7 +39,7 @@ def test_every_command_of_the_table_is_there_under_its_name(name: str) -> None:
 
 
 def test_the_group_lists_the_table_and_knows_no_other_command() -> None:
-    group = LazyCommands()
+    group = lazy_group(COMMANDS)()
     assert group.list_commands(None) == list(COMMANDS)
     assert group.get_command(None, "join") is group.get_command(None, "join")
     assert group.get_command(None, "nothing") is None

@@ -15,6 +15,7 @@ import relay.daemon
 import swarm
 import swarm.cli.relay as relay_command
 from swarm.cli import main as main_module
+from swarm.cli.bench import commands as bench
 from swarm.cli.commands import COMMANDS, load_command
 from swarm.cli.main import app, run
 from swarm.errors import EngineUnavailable, IntegrityError, NetworkError, SwarmError, UserError
@@ -181,10 +182,15 @@ def test_without_arguments_help_is_shown() -> None:
     assert "Commands" in invoke().output
 
 
-@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "bench"])  # a group: it has no options
-def test_every_option_is_explained_and_shows_its_default(name: str) -> None:
-    shown = " ".join(invoke(name, "--help").stdout.replace("│", " ").split())
-    for parameter in load_command(name).params:
+@pytest.mark.parametrize(
+    "path",
+    [(name,) for name in COMMANDS if name != "bench"] + [("bench", name) for name in bench.COMMANDS],
+    ids=" ".join,
+)
+def test_every_option_is_explained_and_shows_its_default(path: tuple[str, ...]) -> None:
+    shown = " ".join(invoke(*path, "--help").stdout.replace("│", " ").split())
+    table = bench.COMMANDS if path[0] == "bench" else COMMANDS
+    for parameter in load_command(path[-1], table).params:
         option: Any = parameter
         if option.param_type_name != "option" or option.hidden:
             continue

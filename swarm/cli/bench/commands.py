@@ -1,0 +1,34 @@
+"""`swarm bench`: speed, measured. Figures are medians of interleaved repetitions; compare ratios within one run."""
+
+from __future__ import annotations
+
+import typer
+
+from swarm.cli.commands import lazy_group
+
+# In the order of `swarm bench --help`; a module of its own for each, imported when it is asked for.
+COMMANDS = {
+    "decode": ("swarm.cli.bench.decode", "decode"),
+    "prefill": ("swarm.cli.bench.prefill", "prefill"),
+    "dispatch": ("swarm.cli.bench.dispatch", "dispatch"),
+    "bytes": ("swarm.cli.bench.wire_bytes", "wire_bytes"),
+    "transport": ("swarm.cli.bench.transport", "transport"),
+    "sweep": ("swarm.cli.bench.sweep", "sweep"),
+    "experts": ("swarm.cli.bench.experts", "experts"),
+    "fanout": ("swarm.cli.bench.fanout", "fanout"),
+    "failover": ("swarm.cli.bench.failover", "failover"),
+    "registry": ("swarm.cli.bench.registry", "registry"),
+}
+
+app = typer.Typer(
+    name="bench",
+    cls=lazy_group(COMMANDS),
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measure speed over emulated paths, on random models.",
+)
+
+
+@app.callback()
+def bench() -> None:
+    """Set nothing up: it makes the commands subcommands."""
