@@ -1,4 +1,4 @@
-"""The relay process, first form: it carries a registry node. Forwarding for NAT-bound peers comes on top of this.
+"""The relay process: it carries a registry node, and packets between nodes that cannot reach each other (`service`).
 
 Alone it is a ring of one. Told of others (`ring`), it becomes a member of their ring, if others can reach it: see `Store`.
 """
@@ -6,23 +6,29 @@ Alone it is a ring of one. Told of others (`ring`), it becomes a member of their
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import os
 import socket
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from relay.metrics import Metric, counter, gauge
 from relay.outward import outward_host
-from relay.quotas import TokenBucket
+from relay.quotas import Limits, TokenBucket
+from relay.service import SERVES as RELAY_SERVES
+from relay.service import RelayService
 from swarm import __version__
 from swarm.errors import Overloaded
 from swarm.identity import Identity
 from swarm.ids import NodeId
-from swarm.net.addresses import format_address, is_loopback
+from swarm.net.addresses import format_address, is_loopback, parse_address, plain_ip
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.registry.announcer import SequenceNumbers
@@ -31,10 +37,14 @@ from swarm.registry.networks import Scope, host_of, scope_of
 from swarm.registry.node import SERVES, RegistryNode, RingMember
 from swarm.wire import messages as m
 
+if TYPE_CHECKING:
+    from relay.web_socket import SocketBridges
+
 logger = logging.getLogger(__name__)
 
 LOCAL_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # where this machine reaches a relay that listens everywhere
 EXPIRE_S = 5.0  # between two sweeps of the table; lookups never see an expired record anyway
+SWEEP_S = 1.0  # between two looks for idle channels and reservations that have run out
 # Announcements on one connection, and what others than members pass on. A node renews its at most 8 records every 15 s, each in
 # at most 2 tries, and tries again a second after a failure. A hostile record costs up to some 10 ms of the loop
 # (measured on one core), so 1 % of it.
@@ -61,18 +71,26 @@ class RelayConfig:
 
     Attributes:
         advertise: `host:port` of where others reach it, if that is not this machine's own address.
+        addresses: the same as IP literals, for those who call through this relay; empty: of `advertise`.
         ring: registry nodes to form a ring with.
         publishers: whose models may be offered here; None: anybody's.
         state: the folder for its sequence numbers; None keeps none.
+        limits: what those get whose packets it carries.
+        drain_s: how long it goes on for those that it carries packets for, once it is told to end.
+        http_port: TCP port of its web pages; 0 lets the system choose, None: there are none.
     """
 
     host: str = "0.0.0.0"
     port: int = 7440
     advertise: str | None = None
+    addresses: tuple[str, ...] = ()
     ring: tuple[RegistryAddress, ...] = ()
     store: Store = Store.AUTO
     publishers: frozenset[NodeId] | None = None
     state: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+    drain_s: float = 5.0
+    http_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +102,7 @@ class RelayReady:
         public: `swarm://NODEID@host:port` for everybody else; None: only this machine reaches the relay, or its address is
             not known.
         is_local: whether it listens to this machine only.
+        http: where this machine finds its web pages, if it has any.
     """
 
     node: str
@@ -91,19 +110,33 @@ class RelayReady:
     registry: str
     public: str | None
     is_local: bool
+    http: str | None = None
 
 
 class RelayDaemon:
-    """Serves the registry until it is cancelled."""
+    """Serves the registry and carries packets until it is cancelled; then it drains.
+
+    Attributes:
+        http_port: TCP port of its web pages, once they are served; 0: there are none.
+    """
 
     def __init__(self, config: RelayConfig, identity: Identity, *, now: Callable[[], float] = time.monotonic) -> None:
         self._config = config
+        self.service = RelayService(
+            identity,
+            config.limits,
+            generation=int(time.time()) & 0xFFFFFFFF,  # higher than of an earlier life, and a u32
+            secret=os.urandom(32),
+            now=now,
+        )
         self._identity = identity
         self._now = now
         self._registry = RegistryNode(
             now=now, own=identity.node_id, stores=config.store is not Store.NEVER, publishers=config.publishers
         )
         self._endpoint: Endpoint | None = None
+        self._bridges: SocketBridges | None = None
+        self.http_port = 0
         self._started = now()
         self._announcing: weakref.WeakKeyDictionary[Connection, TokenBucket] = weakref.WeakKeyDictionary()
         self._reading: weakref.WeakKeyDictionary[Connection, TokenBucket] = weakref.WeakKeyDictionary()
@@ -119,11 +152,13 @@ class RelayDaemon:
             host=self._config.host,
             port=self._config.port,
             handler=self._handle,
-            serves=(*SERVES, m.GetStatus),
+            serves=(*SERVES, *RELAY_SERVES, m.GetStatus),
         )
         self._endpoint = endpoint
         async with endpoint:
             ready = self._ready(endpoint.port)
+            self.service.attach(endpoint.send_raw, self._relay_addresses(ready))
+            endpoint.on_other = self.service.on_packets
             logger.info("registry %s listens on UDP %s", self._identity.node_id.short, ready.address)
             path = None if self._config.state is None else self._config.state / f"{self._identity.node_id}.seq"
             member = RingMember(
@@ -135,12 +170,47 @@ class RelayDaemon:
                 seeds=[(each.address, each.node) for each in self._config.ring],
                 now=self._now,
             )
-            async with asyncio.TaskGroup() as tasks:
+            async with contextlib.AsyncExitStack() as stack:
+                ready = await self._open_http(stack, ready)
+                tasks = await stack.enter_async_context(asyncio.TaskGroup())
                 tasks.create_task(member.run())
                 on_ready(ready)
-                while True:
-                    await asyncio.sleep(EXPIRE_S)
-                    self._registry.table.expire(self._now())
+                try:
+                    await self._sweep()
+                except asyncio.CancelledError:
+                    await self.service.drain(self._config.drain_s)  # a second signal ends it at once
+                    raise
+                finally:
+                    self.service.stop()
+
+    async def _open_http(self, stack: contextlib.AsyncExitStack, ready: RelayReady) -> RelayReady:
+        """Begin to serve web pages, if there are to be any."""
+        if self._config.http_port is None:
+            return ready
+        from relay.web import serve_http  # 20 MB that a relay without web pages need not have
+        from relay.web_socket import SocketBridges
+
+        self._bridges = SocketBridges(parse_address(ready.address))
+        port = await stack.enter_async_context(
+            serve_http(
+                host=self._config.host,
+                port=self._config.http_port,
+                metrics=self.metrics,
+                is_draining=lambda: self.service.is_draining,
+                bridges=self._bridges,
+            )
+        )
+        self.http_port = port
+        return replace(ready, http=f"http://{format_address((parse_address(ready.address)[0], port))}")
+
+    async def _sweep(self) -> None:
+        expire_at = self._now() + EXPIRE_S
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.service.sweep()
+            if self._now() >= expire_at:
+                self._registry.table.expire(self._now())
+                expire_at = self._now() + EXPIRE_S
 
     def answer(self, asker: NodeId, request: m.Request, *, host: str | None = None) -> m.Response:
         """Return the answer to a request of the authenticated node `asker`; for the rest see `RegistryNode.answer`."""
@@ -154,6 +224,8 @@ class RelayDaemon:
         self._take_turn(connection, is_announcement=is_announcement)
         if isinstance(request, m.GetStatus):
             return self.answer(connection.remote, request)
+        if isinstance(request, RELAY_SERVES):
+            return await self.service.serve(connection, request)
         return await self._registry.serve(connection.remote, request, host=connection.remote_address)
 
     def _take_turn(self, connection: Connection, *, is_announcement: bool) -> None:
@@ -190,6 +262,18 @@ class RelayDaemon:
         logger.warning("%s reaches less far than the ring: it stores nothing; give --advertise HOST:PORT", address)
         return None
 
+    def _relay_addresses(self, ready: RelayReady) -> tuple[str, ...]:
+        """Return where callers reach this relay, as it stands in vouchers: IP literals."""
+        if self._config.addresses:
+            return self._config.addresses
+        address = ready.address if ready.public is None else ready.public.rpartition("@")[2]
+        try:
+            plain_ip(host_of(address))
+        except ValueError:
+            logger.warning("callers find a relay by an IP address: got %s, and %s serves them", address, ready.address)
+            address = ready.address
+        return (address,)
+
     def _ready(self, port: int) -> RelayReady:
         node, host = str(self._identity.node_id), self._config.host
         local_host = LOCAL_HOST.get(host, host)
@@ -211,6 +295,53 @@ class RelayDaemon:
             is_local=is_local,
         )
 
+    def metrics(self) -> list[Metric]:
+        """Return what is counted here."""
+        board, endpoint, table = self.service.switchboard, self._endpoint, self._registry.table
+        drops = asdict(board.drops)
+        return [
+            gauge("swarm_relay_uptime_seconds", "Since this relay started.", self._now() - self._started),
+            gauge("swarm_relay_reservations", "Nodes that can be called.", self.service.reservations.n_reservations),
+            gauge("swarm_relay_channels", "Open channels.", self.service.reservations.n_channels),
+            gauge("swarm_relay_draining", "1 once it takes nothing new.", self.service.is_draining),
+            counter("swarm_relay_packets_total", "Packets passed on.", board.n_passed),
+            counter("swarm_relay_bytes_total", "Bytes of packets passed on.", board.n_passed_bytes),
+            counter("swarm_relay_challenges_total", "Sources asked to prove themselves.", board.n_challenges),
+            Metric(
+                name="swarm_relay_dropped_packets_total",
+                kind="counter",
+                help="Packets not passed on.",
+                values=drops,
+                label="reason",
+            ),
+            gauge(
+                "swarm_relay_websockets", "Nodes that come by WebSocket.", self._bridges.n_open if self._bridges else 0
+            ),
+            counter(
+                "swarm_relay_websocket_drops_total",
+                "Packets that a WebSocket had no room for.",
+                self._bridges.n_dropped if self._bridges else 0,
+            ),
+            gauge("swarm_registry_records", "Records stored.", len(table)),
+            gauge("swarm_registry_bytes", "Bytes of records stored.", table.n_bytes),
+            gauge("swarm_registry_members", "Known members of the ring.", len(self._registry.replica.membership.ring)),
+            counter("swarm_udp_sent_bytes_total", "UDP payload sent.", endpoint.bytes_sent if endpoint else 0),
+            counter(
+                "swarm_udp_received_bytes_total", "UDP payload received.", endpoint.bytes_received if endpoint else 0
+            ),
+            counter(
+                "swarm_udp_send_drops_total",
+                "Datagrams the socket had no room for.",
+                endpoint.n_send_drops if endpoint else 0,
+            ),
+            counter("swarm_quic_refused_total", "First packets without room.", endpoint.n_refused if endpoint else 0),
+            counter(
+                "swarm_quic_retries_total",
+                "First packets whose sender was to prove itself.",
+                endpoint.n_retries if endpoint else 0,
+            ),
+        ]
+
     def _status(self) -> dict[str, object]:
         return {
             "role": "relay",
@@ -220,6 +351,10 @@ class RelayDaemon:
             "record_bytes": self._registry.table.n_bytes,
             "n_members": len(self._registry.replica.membership.ring),
             "is_member": self._registry.replica.membership.is_storing,
+            "n_reservations": self.service.reservations.n_reservations,
+            "n_channels": self.service.reservations.n_channels,
+            "n_passed": self.service.switchboard.n_passed,
+            "bytes_passed": self.service.switchboard.n_passed_bytes,
             "bytes_sent": self._endpoint.bytes_sent if self._endpoint is not None else 0,
             "bytes_received": self._endpoint.bytes_received if self._endpoint is not None else 0,
         }

@@ -52,6 +52,28 @@ def set_up_logging(verbosity: int) -> None:
         logging.getLogger(noisy).setLevel(logging.ERROR)
 
 
+def log_as_json() -> None:
+    """Write each log line from INFO on as a JSON object, for machines that read them; call after `set_up_logging`."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(min(root.level, logging.INFO))
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 3),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
 def tame_openmp() -> None:
     """Bound how long idle OpenMP threads spin; must come before the engine library is loaded."""
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)

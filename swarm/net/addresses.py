@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from typing import Any
 
 from swarm.errors import UserError
 
 SocketAddress = tuple[str, int]
+# Addresses for documentation (RFC 5737, RFC 3849): nobody has a special way to them, so the default one decides.
+_SOMEWHERE = {4: "192.0.2.1", 6: "2001:db8:ffff::1"}
 
 
 def parse_address(text: str, *, allow_any_port: bool = False) -> SocketAddress:
@@ -30,8 +33,8 @@ def parse_address(text: str, *, allow_any_port: bool = False) -> SocketAddress:
 
 
 def format_address(address: tuple[str, int] | tuple[str, int, int, int]) -> str:
-    """Return the text of a socket's address."""
-    host, port = address[0], address[1]
+    """Return the text of a socket's address, an IPv4 one in IPv6 clothes as itself."""
+    host, port = plain_address(address) if address[0].startswith("::ffff:") else address[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -50,6 +53,45 @@ def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     address = ipaddress.ip_address(host)
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return address if mapped is None else mapped
+
+
+def plain_address(address: Any) -> SocketAddress:
+    """Return a socket's address as host and port, an IPv4 one in IPv6 clothes as itself."""
+    host, port = address[0], address[1]
+    if ":" in host:
+        host = str(plain_ip(host.partition("%")[0]))
+    return host, port
+
+
+def socket_address(address: Any) -> tuple[str, int, int, int]:
+    """Return an address in the form in which a dual-stack IPv6 socket takes and gives it; `address`: any form, an IP literal."""
+    host, port = address[0], address[1]
+    if ":" not in host:
+        return f"::ffff:{host}", port, 0, 0
+    return (host, port, address[2], address[3]) if len(address) == 4 else (host, port, 0, 0)
+
+
+def host_towards(address: SocketAddress) -> str | None:
+    """Return the address of this machine that packets to `address` leave from; None: there is no way there. Sends nothing."""
+    host = str(plain_ip(address[0]))
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, address[1] or 9))  # of UDP this only picks a way
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+def own_hosts(families: frozenset[int]) -> list[str]:
+    """Return this machine's addresses towards the world, by IP version; none where there is no way out."""
+    hosts = [host_towards((_SOMEWHERE[version], 9)) for version in sorted(families)]
+    return [host for host in hosts if host is not None and _is_usable(host)]
+
+
+def _is_usable(host: str) -> bool:
+    address = ipaddress.ip_address(host)
+    return not (address.is_loopback or address.is_unspecified or address.is_link_local)
 
 
 def resolve(address: SocketAddress) -> SocketAddress:

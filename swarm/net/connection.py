@@ -1,5 +1,7 @@
 """One QUIC connection carrying one session: plumbing between `Session`, `QuicConnection` and the callers that wait.
 
+QUIC is told of one address that never changes. Where its datagrams really go is `path`, which may change under it (`paths`).
+
 An exchange of the session is one bidirectional QUIC stream: exchange e is stream 4 * (e // 2) + e % 2, so even ones are
 the client's and odd ones the server's, as QUIC numbers them. All rules are in `swarm.wire.session`.
 """
@@ -10,7 +12,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from swarm.errors import (
@@ -24,8 +26,9 @@ from swarm.errors import (
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress
 from swarm.net.congestion import SLICE_PACKETS
+from swarm.net.path_monitor import PathMonitor
+from swarm.net.paths import Path
 from swarm.net.quic_driver import ACK_DELAY_S, QuicDriver
-from swarm.net.repair import Datagram
 from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
@@ -62,8 +65,9 @@ class Connection:
         *,
         make_session: Callable[[NodeId | None], s.Session],
         expected: NodeId | None,
-        send: Callable[[list[Datagram]], None],
-        send_copy: Callable[[bytes, Any], None],
+        path: Path,
+        send: Callable[[Path, list[bytes]], None],
+        send_copy: Callable[[Path, bytes], None],
         on_request: Callable[[Connection, int, m.Request], None],
         on_cancel: Callable[[Connection, int], None],
         on_open: Callable[[Connection], None],
@@ -73,9 +77,14 @@ class Connection:
     ) -> None:
         self.driver = driver
         self.quic = driver.quic
+        self.path = path  # in use now
+        self.monitor: PathMonitor | None = None  # of its paths, once there is a second one
+        # What datagrams of `path` come from: an address, or the path itself if it is a relay's.
+        self.source: Any = path if path.is_relayed else path.address
+        self._quic_address = path.address  # what QUIC takes the other side's address for
         self.is_client = driver.quic.configuration.is_client
         self.rtt_s: float | None = None  # smoothed round trip of a ping, seconds
-        self.address: SocketAddress | None = None  # as a client: where it was dialled
+        self.address: SocketAddress | None = None  # as a client: where it was dialled; None: through a relay
         self.observed_address: str | None = None  # as a client: where the server sees us
         self.remote_address: str | None = None  # as a server: the IP address that the client was first seen at
         self._session = session
@@ -100,6 +109,7 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0  # when `_timer` fires
         self._is_flush_due = self._is_flush_forced = False
+        self._has_news = False  # since the last flush
         self._next_ping = 1
         self._pings: dict[int, float] = {}
         self._n_given = self._n_given_at_count = 0  # bytes handed to QUIC's streams since the start
@@ -115,6 +125,12 @@ class Connection:
         if self._session is None or self._session.remote is None:
             raise ConnectionLost("the greetings are not done")
         return self._session.remote
+
+    @property
+    def nonce(self) -> bytes:
+        """The nonce of the greetings, known to both ends alone."""
+        assert self._session is not None
+        return self._session.nonce
 
     @property
     def is_open(self) -> bool:
@@ -162,6 +178,8 @@ class Connection:
         answer.add_done_callback(functools.partial(self._on_answer_done, exchange))
         self._answers[exchange] = answer
         self._flush_first()
+        if self.monitor is not None:
+            self.monitor.wake()
         return answer
 
     def _on_answer_done(self, exchange: int, answer: asyncio.Future[m.Response]) -> None:
@@ -206,10 +224,10 @@ class Connection:
 
     # For the endpoint
 
-    def receive(self, data: bytes, address: Any, now: float) -> None:
-        """Take in one datagram. `received` follows, once for all datagrams of a tick."""
+    def receive(self, flight: Sequence[bytes], now: float) -> None:
+        """Take in datagrams, whatever path they came on. `received` follows, once for all datagrams of a tick."""
         try:
-            self.driver.receive(data, address, now)
+            self.driver.receive(flight, self._quic_address, now)
         except Exception as failure:
             self._break(failure)
 
@@ -225,12 +243,34 @@ class Connection:
         except Exception as failure:
             self._break(failure)
 
+    def use(self, path: Path, rtt_s: float | None) -> None:
+        """Send on `path` from now on, and ping there: the acknowledgement shows QUIC what the former one has lost.
+
+        `rtt_s`: the path's round trip, where it is known.
+        """
+        self.path, self.rtt_s = path, rtt_s
+        self.source = path if path.is_relayed else path.address
+        if self.is_open:
+            self._ping()
+            self.flush_soon()
+
+    @property
+    def n_waiting(self) -> int:
+        """Our requests without an answer yet."""
+        return self._session.n_waiting if self._session is not None else 0
+
+    def connect(self) -> None:
+        """As a client: begin the handshake."""
+        self.quic.connect(self._quic_address, now=clock())
+        self.flush()
+
     def flush_soon(self, *, is_forced: bool = True) -> None:
         """Flush once in this tick of the loop, however often it is asked for.
 
         `is_forced` false: only if the session has something to send, or QUIC may have.
         """
         self._is_flush_forced |= is_forced
+        self._has_news = True
         if not self._is_flush_due:
             self._is_flush_due = True
             self._loop.call_soon(self._flush_once)
@@ -241,9 +281,9 @@ class Connection:
         What more comes in this tick goes together at its end.
         """
         if self._is_flush_due:
-            self._is_flush_forced = True
+            self._is_flush_forced = self._has_news = True
             return
-        self._is_flush_due = True  # and if nothing more comes, that flush finds nothing to do
+        self._is_flush_due = True  # and if nothing more comes, that flush has nothing to do
         self._loop.call_soon(self._flush_once)
         try:
             self.flush()
@@ -252,6 +292,9 @@ class Connection:
 
     def _flush_once(self) -> None:
         self._is_flush_due = False
+        if not self._has_news:
+            return
+        self._has_news = False
         try:
             has_data = self._hand_over()
             if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
@@ -279,14 +322,14 @@ class Connection:
 
     def _send_all(self, now: float, has_data: bool) -> None:
         """Give the socket what QUIC has to send: by slices, since the driver makes the next one only when it is asked."""
-        flight: list[Datagram] = []
-        for datagram in self.driver.flush(now, has_data=has_data):
-            flight.append(datagram)
+        flight: list[bytes] = []
+        for data, _ in self.driver.flush(now, has_data=has_data):
+            flight.append(data)
             if len(flight) == SLICE_PACKETS:
-                self._send(flight)
+                self._send(self.path, flight)
                 flight = []
         if flight:
-            self._send(flight)
+            self._send(self.path, flight)
 
     def _count_unsent(self) -> None:
         """Tell the endpoint what is held here, once per tick while that is worth it."""
@@ -367,8 +410,8 @@ class Connection:
             self._set_timer(now)
             return
         self.driver.handle_timer(now)
-        for data, address in self.driver.copies(now):
-            self._send_copy(data, address)
+        for data, _ in self.driver.copies(now):
+            self._send_copy(self.path, data)
         if self._session is not None:
             self._handle(self._session.handle_timeout(now))
         elif self._handshake_deadline is not None and now >= self._handshake_deadline:
@@ -378,7 +421,7 @@ class Connection:
 
     def _pump(self, now: float) -> None:
         quic_events = self.driver.events
-        while (event := self.quic.next_event()) is not None:
+        while (event := self.driver.next_event()) is not None:
             if isinstance(event, quic_events.StreamDataReceived):
                 if self._session is None or event.stream_id % 4 > 1:
                     self._end(RemoteProtocolError(f"data on stream {event.stream_id} which this protocol does not use"))
@@ -500,6 +543,8 @@ class Connection:
             if self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
+            if self.monitor is not None:
+                self.monitor.close()
             self._on_gone(self)
 
 

@@ -1,6 +1,7 @@
 """One UDP socket that is client and server at once: receives in batches, flushes each touched connection once a tick.
 
-Datagrams whose first byte is below 64 are not QUIC (RFC 9443) and are dropped here for now. Bounded: connections in all,
+Datagrams whose first byte is below 64 are not QUIC (RFC 9443): probes of paths, those of a relay's channel that was added here,
+which carry either, and others, which are `on_other`'s. Bounded: connections in all,
 half-open ones (`admission`), requests being served, in all and by connection, bytes of requests (`wire/byte_budget`) and of
 answers (`answer_budget`) that are held.
 """
@@ -34,14 +35,16 @@ from swarm.errors import (
 )
 from swarm.identity import Identity
 from swarm.ids import NodeId
-from swarm.net.addresses import SocketAddress, format_address
+from swarm.net.addresses import SocketAddress, format_address, parse_address, plain_address, socket_address
 from swarm.net.admission import Admission, Verdict
 from swarm.net.answer_budget import AnswerBudget
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
 from swarm.net.flights import FlightSocket
+from swarm.net.path_monitor import PathMonitor
+from swarm.net.path_probes import PONG, PROBE, PathKey, decode_probe
+from swarm.net.paths import CHANNEL_BYTES, RELAY_TYPE, Path, PathPolicy
 from swarm.net.quic_driver import QuicDriver, driver_class
-from swarm.net.repair import Datagram
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.byte_budget import ByteBudget
@@ -51,6 +54,8 @@ logger = logging.getLogger(__name__)
 # Answers a request: a coroutine, which gets a task of its own, or a future, which needs none (a dispatch saves the three
 # wake-ups of a task). What is not wanted any more is cancelled.
 Handler = Callable[[Connection, m.Request], Awaitable[m.Response]]
+# Takes datagrams of one sender that are neither QUIC nor of a path known here.
+OtherReceiver = Callable[[Sequence[bytes], Any], None]
 
 CID_BYTES = 8
 MAX_DATAGRAMS_PER_WAKE = 64  # then other callbacks get their turn; measured: a 49 KB answer is 40 datagrams
@@ -67,6 +72,7 @@ ROOM_TIMEOUT_S = 30.0  # for a bulky request to get its turn and room for its an
 ROOM_CHECK_S = 1.0  # how often those who take their answers slowly are looked for, while others wait
 HELD_ANSWER_BYTES = 512 << 20  # held for all askers; guessed: six of the largest blocks
 DIAL_TIMEOUT_S = 4.0
+RELAY_HEAD_BYTES = 1 + CHANNEL_BYTES
 _BUSY = m.Busy(retry_after_ms=200, detail="too many requests, try again")  # the time is a guess
 
 
@@ -96,8 +102,11 @@ class Endpoint:
         """
         self.identity = identity
         self._host, self._port = host, port
-        self._handler = handler
-        self._serves = tuple(serves)
+        self._handlers: dict[type[m.Request], Handler] = {}
+        self._is_server = False  # whether strangers may connect
+        if handler is not None:
+            self.add_handler(serves, handler)
+            self._is_server = bool(self._handlers)
         self._versions = versions
         self._driver = driver_class()
         certificate = make_certificate(identity)
@@ -107,6 +116,10 @@ class Endpoint:
         }
         self._connections: set[Connection] = set()
         self._by_cid: dict[bytes, Connection] = {}
+        self._keys: dict[Connection, PathKey] = {}  # of the open ones
+        self._by_tag: dict[bytes, tuple[Connection, PathKey]] = {}  # of the open ones: whom a probe is for
+        self._channels: dict[bytes, Path] = {}  # of relays
+        self.on_other: OtherReceiver | None = None
         self._cids: dict[Connection, set[bytes]] = {}
         self._serving: dict[tuple[Connection, int], asyncio.Future[Any]] = {}
         self._n_serving: Counter[Connection | None] = Counter()  # not bulky; None: all
@@ -133,6 +146,8 @@ class Endpoint:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         udp = socket.socket(family, socket.SOCK_DGRAM)
         try:
+            if family == socket.AF_INET6:  # `::` takes IPv4 too, in IPv6 clothes
+                udp.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(self._host != "::"))
             udp.setblocking(False)
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
             udp.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
@@ -168,10 +183,66 @@ class Endpoint:
             raise ConnectionLost("the endpoint is closed")
         return int(self._socket.getsockname()[1])
 
+    @property
+    def families(self) -> frozenset[int]:
+        """The versions of IP that the socket speaks: 4, 6."""
+        if self._host == "::":
+            return frozenset((4, 6))
+        return frozenset((6 if ":" in self._host else 4,))
+
+    def add_handler(self, serves: Iterable[type[m.Request]], handler: Handler) -> None:
+        """Let `handler` answer these requests too, on connections that are made from now on.
+
+        Whether strangers may connect is settled by the handler given at the start.
+        """
+        self._handlers |= dict.fromkeys(serves, handler)
+
+    def sightings(self) -> list[tuple[SocketAddress, SocketAddress]]:
+        """Return (a node's address, where it sees us) of those that we dialled directly and are connected to."""
+        found = []
+        for connection in self._connections:
+            observed = connection.observed_address
+            if connection.is_client and connection.is_open and connection.address is not None and observed:
+                try:
+                    found.append((plain_address(connection.path.address), parse_address(observed)))
+                except UserError:
+                    continue  # untrusted text
+        return found
+
+    # Paths
+
+    def add_channel(self, channel: bytes, address: SocketAddress) -> Path:
+        """Return the path through a relay's channel (8 bytes), for `dial`; what comes through it from now on is taken in.
+
+        `address`: the relay's. BIND must have been sent there before.
+        """
+        assert len(channel) == CHANNEL_BYTES
+        path = Path(address=self._to_socket(address), channel=channel)
+        self._channels[channel] = path
+        return path
+
+    def remove_channel(self, channel: bytes, *, reason: str = "the relay ended the channel") -> None:
+        """Forget a channel; connections that use it go on by another path, if they have one."""
+        path = self._channels.pop(channel, None)
+        if path is not None:
+            for connection in list(self._connections):
+                if connection.monitor is not None:
+                    connection.monitor.remove(path, reason=reason)
+
+    def add_path(self, connection: Connection, path: Path | SocketAddress) -> None:
+        """Try a further path for an open connection; it is used if it works and is better. Forgotten if it is not open."""
+        monitor = self._monitor(connection)
+        if monitor is not None:
+            monitor.add(path if isinstance(path, Path) else Path(address=self._to_socket(path)))
+
+    def send_raw(self, datagrams: Sequence[bytes], address: Any) -> None:
+        """Send datagrams that are not QUIC's; what the socket does not take is dropped."""
+        self.bytes_sent += self._try_to_send(Path(address=self._to_socket(address)), datagrams)
+
     async def dial(
-        self, address: SocketAddress, *, expected: NodeId | None, timeout_s: float = DIAL_TIMEOUT_S
+        self, address: SocketAddress | Path, *, expected: NodeId | None, timeout_s: float = DIAL_TIMEOUT_S
     ) -> Connection:
-        """Return an open connection to the node at `address` (an IP literal and a port).
+        """Return an open connection to the node at `address` (an IP literal and a port), or at the end of a relay's channel.
 
         Args:
             expected: the node that must answer; None takes whoever does (`.remote` tells).
@@ -182,15 +253,15 @@ class Endpoint:
         """
         if self._socket is None or self._is_closing:
             raise ConnectionLost("the endpoint is closed")
-        connection = self._adopt(self._driver(self._configurations[True], None), expected, "")
-        connection.address = address
-        connection.quic.connect(address, now=clock())
-        connection.flush()
+        path = address if isinstance(address, Path) else Path(address=self._to_socket(address))
+        connection = self._adopt(self._driver(self._configurations[True], None), expected, "", path)
+        connection.address = None if isinstance(address, Path) else address
+        connection.connect()
         try:
             async with asyncio.timeout(timeout_s):
                 await connection.wait_open()
         except TimeoutError:
-            error = DeadlineExceeded(f"no answer from {format_address(address)} within {timeout_s:g} s")
+            error = DeadlineExceeded(f"no answer from {path} within {timeout_s:g} s")
             connection.close(error)
             raise error from None
         except asyncio.CancelledError:
@@ -200,7 +271,11 @@ class Endpoint:
 
     # Inside
 
-    def _adopt(self, driver: QuicDriver, expected: NodeId | None, address: str) -> Connection:
+    def _to_socket(self, address: Any) -> Any:
+        """Return an address in the form that the socket takes and gives."""
+        return socket_address(address) if ":" in self._host else address
+
+    def _adopt(self, driver: QuicDriver, expected: NodeId | None, address: str, path: Path) -> Connection:
         def make_session(remote: NodeId | None) -> s.Session:
             return s.Session(
                 self.identity,
@@ -209,7 +284,7 @@ class Endpoint:
                 expected=remote,
                 nonce=os.urandom(32),
                 observed_address=address,
-                serves=self._serves,
+                serves=self._handlers,
                 versions=self._versions,
                 request_budget=self._requests,
             )
@@ -219,11 +294,12 @@ class Endpoint:
             None,
             make_session=make_session,
             expected=expected,
+            path=path,
             send=self._send,
             send_copy=self._send_copy,
             on_request=self._on_request,
             on_cancel=self._on_cancel,
-            on_open=self._admission.open,
+            on_open=self._on_open,
             on_gone=self._on_gone,
             on_unsent=self._on_unsent,
             on_cid=self._on_cid,
@@ -236,7 +312,7 @@ class Endpoint:
     def _on_readable(self) -> None:
         assert self._flights is not None
         now, n_left = clock(), MAX_DATAGRAMS_PER_WAKE
-        touched: dict[Connection, None] = {}
+        touched: dict[Connection, Any] = {}  # with where they were heard from last
         try:
             while n_left > 0:
                 n_left -= 1
@@ -248,19 +324,118 @@ class Endpoint:
                     logger.debug("receive failed: %s", error)
                     continue
                 n_left -= len(datagrams) - 1
+                is_other = False
+                flight: list[bytes] = []  # of one connection
+                connection = None
                 for data in datagrams:
                     self.bytes_received += len(data)
-                    connection = self._connection_for(data, address)
-                    if connection is not None:
-                        connection.receive(data, address, now)
-                        touched[connection] = None
+                    if not data or data[0] < 64:
+                        is_other = True
+                        continue
+                    found = self._connection_for(data, address)
+                    if found is not connection:
+                        if connection is not None:
+                            connection.receive(flight, now)
+                            flight = []
+                        connection = found
+                        if found is not None:
+                            touched[found] = address
+                    if found is not None:
+                        flight.append(data)
+                if connection is not None:
+                    connection.receive(flight, now)
+                if is_other:
+                    self._receive_other(datagrams, address, touched, now)
         finally:  # also where one of them, or a stranger's packet, made us fail: a connection ends its own failures itself
-            for connection in touched:
-                connection.received(now)
+            self._received(touched, now)
 
-    def _connection_for(self, data: bytes, address: Any) -> Connection | None:
-        if not data or data[0] < 64:
-            return None
+    def _received(self, touched: dict[Connection, Any], now: float) -> None:
+        for connection, source in touched.items():
+            if source != connection.source:
+                self._on_other_source(connection, source)
+            connection.received(now)
+
+    def _receive_other(
+        self, datagrams: Sequence[bytes], address: Any, touched: dict[Connection, Any], now: float
+    ) -> None:
+        """Take in what of a sender's datagrams is not QUIC."""
+        others: list[bytes] = []
+        for data in datagrams:
+            if not data or data[0] >= 64:
+                continue
+            kind = data[0]
+            if kind == RELAY_TYPE and (path := self._channels.get(data[1:RELAY_HEAD_BYTES])) is not None:
+                if path.address == address and len(data) > RELAY_HEAD_BYTES:
+                    self._receive_relayed(data[RELAY_HEAD_BYTES:], path, touched, now)
+            elif kind in (PROBE, PONG):
+                self._on_probe(data, Path(address=address))
+            else:
+                others.append(data)
+        if others and self.on_other is not None:
+            self.on_other(others, address)
+
+    def _receive_relayed(self, data: bytes, path: Path, touched: dict[Connection, Any], now: float) -> None:
+        if data[0] in (PROBE, PONG):
+            self._on_probe(data, path)
+        elif data[0] >= 64:
+            connection = self._connection_for(data, path)
+            if connection is not None:
+                connection.receive((data,), now)
+                touched[connection] = path
+
+    def _on_probe(self, data: bytes, path: Path) -> None:
+        try:
+            probe = decode_probe(data)
+        except RemoteProtocolError:
+            return
+        found = self._by_tag.get(probe.tag)
+        if found is None or not found[1].is_authentic(data):
+            return
+        connection = found[0]
+        if connection.monitor is None and path == connection.path and probe.is_pong:
+            return
+        monitor = self._monitor(connection)
+        if monitor is not None:
+            monitor.receive(probe, path)
+
+    def _on_other_source(self, connection: Connection, source: Any) -> None:
+        """Something of a connection came from elsewhere: another path, or its node has another address now."""
+        path = source if isinstance(source, Path) else Path(address=source)
+        if connection.monitor is not None:
+            connection.monitor.heard(path)
+        elif connection.is_open:
+            monitor = self._monitor(connection)
+            if monitor is not None:
+                monitor.heard(path)
+
+    def _monitor(self, connection: Connection) -> PathMonitor | None:
+        """Return the watch over a connection's paths, made when it is first needed; None: it is not open."""
+        if connection.monitor is None and connection.is_open and connection in self._keys:
+            policy = PathPolicy(connection.path, leads=connection.is_client, now=clock())
+            connection.monitor = PathMonitor(
+                policy,
+                self._keys[connection],
+                clock=clock,
+                name=f"node {connection.remote.short}",
+                send=self._send_probe,
+                use=connection.use,
+                n_waiting=lambda: connection.n_waiting,
+            )
+        return connection.monitor if connection.is_open else None
+
+    def _send_probe(self, path: Path, data: bytes) -> None:
+        self.bytes_sent += self._try_to_send(path, (data,))
+
+    def _on_open(self, connection: Connection) -> None:
+        self._admission.open(connection)
+        ours, theirs = self.identity.node_id, connection.remote
+        server, client = (theirs, ours) if connection.is_client else (ours, theirs)
+        key = PathKey(connection.nonce, server=server, client=client, is_client=connection.is_client)
+        self._keys[connection] = key
+        self._by_tag[key.tag] = connection, key
+
+    def _connection_for(self, data: bytes, source: Any) -> Connection | None:
+        """Return whose a QUIC datagram is; `source`: the address it came from, or the path through a relay."""
         if data[0] < 128:  # a short header: the connection's id follows (RFC 9000 section 17.3)
             return self._by_cid.get(data[1 : 1 + CID_BYTES])
         try:
@@ -276,14 +451,15 @@ class Endpoint:
             header.packet_type is not QuicPacketType.INITIAL
             or len(data) < 1200
             or header.version not in configuration.supported_versions
-            or not self._serves
+            or not self._is_server
             or self._is_closing
         ):
             return None
-        return self._admit(header, address)
+        return self._admit(header, source if isinstance(source, Path) else Path(address=source))
 
-    def _admit(self, header: QuicHeader, address: Any) -> Connection | None:
+    def _admit(self, header: QuicHeader, path: Path) -> Connection | None:
         """Return a new connection for a first packet, if there is room; its sender may have to prove its address first."""
+        address = plain_address(path.address)
         host, original_cid, retry_cid = str(address[0]), header.destination_cid, None
         if header.token:
             try:
@@ -302,22 +478,22 @@ class Endpoint:
             )
             return None
         if verdict is Verdict.RETRY:
-            self._send_retry(header, address)
+            self._send_retry(header, path)
             return None
         driver = self._driver(self._configurations[False], original_cid, retry_cid)
-        connection = self._adopt(driver, None, format_address(address))
+        connection = self._adopt(driver, None, "" if path.is_relayed else format_address(address), path)
         connection.remote_address = host
         self._admission.begin(connection, host, is_proved=retry_cid is not None)
         self._on_cid(connection, header.destination_cid, True)  # the client's first packets use the id it chose
         return connection
 
-    def _send_retry(self, header: QuicHeader, address: Any) -> None:
+    def _send_retry(self, header: QuicHeader, path: Path) -> None:
         """Tell a client to begin again with a token. Smaller than what it sent, and nothing is kept."""
         assert header.version is not None  # it is one of ours
         self.n_retries += 1
         cid = os.urandom(CID_BYTES)
         token = self._retry.create_token(
-            address=address,
+            address=plain_address(path.address),
             original_destination_connection_id=header.destination_cid,
             retry_source_connection_id=cid,
             now=clock(),
@@ -329,31 +505,29 @@ class Endpoint:
             original_destination_cid=header.destination_cid,
             retry_token=token,
         )
-        self._send([(retry, address)])
+        self._send(path, [retry])
 
-    def _send(self, flight: Sequence[Datagram]) -> None:
-        address = flight[0][1]
-        if len(flight) > 1 and any(other != address for _, other in flight):  # QUIC looks for another path
-            for datagram in flight:
-                self._send([datagram])
-        else:
-            self.bytes_sent += self._try_to_send([data for data, _ in flight], address)
+    def _send(self, path: Path, flight: Sequence[bytes]) -> None:
+        self.bytes_sent += self._try_to_send(path, flight)
 
-    def _send_copy(self, data: bytes, address: Any) -> None:
-        self.repair_bytes += self._try_to_send([data], address)
+    def _send_copy(self, path: Path, data: bytes) -> None:
+        self.repair_bytes += self._try_to_send(path, (data,))
 
-    def _try_to_send(self, flight: Sequence[bytes], address: Any) -> int:
+    def _try_to_send(self, path: Path, flight: Sequence[bytes]) -> int:
         """Return how many bytes the socket took: all, or 0; then it may have taken some all the same."""
         if self._flights is None:
             return 0
+        if path.channel:
+            head = path.head
+            flight = [head + data for data in flight]
         try:
-            self._flights.send(flight, address)
+            self._flights.send(flight, path.address)
             return sum(map(len, flight))
         except (BlockingIOError, InterruptedError):
             self.n_send_drops += len(flight)
         except OSError as error:
             self.n_send_drops += len(flight)
-            logger.debug("send to %s failed: %s", address, error)
+            logger.debug("send to %s failed: %s", path, error)
         return 0
 
     def _on_cid(self, connection: Connection, cid: bytes, is_issued: bool) -> None:
@@ -372,6 +546,9 @@ class Endpoint:
         self._admission.end(connection)
         self._answers.forget(connection)
         self._has_room.set()
+        key = self._keys.pop(connection, None)
+        if key is not None:
+            self._by_tag.pop(key.tag, None)
         for cid in self._cids.pop(connection, ()):
             self._by_cid.pop(cid, None)
 
@@ -384,15 +561,16 @@ class Endpoint:
         if not is_busy and not is_bulky and not self._answers.has_room(connection):
             is_busy = True
             self._close_slow()
-        if self._handler is None or self._is_closing or is_busy:
+        handler = self._handlers.get(type(request))
+        if handler is None or self._is_closing or is_busy:
             connection.respond(exchange, _BUSY)
             return
         serving: asyncio.Future[Any]
         if is_bulky:
-            serving = self._tasks.create_task(self._serve_in_turn(self._handler, connection, exchange, request))
+            serving = self._tasks.create_task(self._serve_in_turn(handler, connection, exchange, request))
         else:
             try:
-                answer = self._handler(connection, request)
+                answer = handler(connection, request)
             except Exception as error:
                 self._refuse(connection, exchange, error)
                 return

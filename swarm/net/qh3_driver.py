@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from cryptography import x509
@@ -66,6 +66,9 @@ class Qh3Driver(QuicDriver):
             original_destination_connection_id=original_cid,
             retry_source_connection_id=retry_cid,
         )
+        self._parity = (
+            0 if self.quic.configuration.is_client else 1
+        )  # of the streams that we open (RFC 9000 section 2.1)
         self._held: deque[tuple[int, bytes, bool]] = deque()  # bounded by the session's MAX_EXCHANGES
         self._n_received = 0  # datagrams since the last flush
         self._is_ack_urgent = False
@@ -98,39 +101,57 @@ class Qh3Driver(QuicDriver):
             self._call(self.quic.reset_stream, stream, 0)
             self._call(self.quic.stop_stream, stream, 0)
 
-    def receive(self, data: bytes, address: Any, now: float) -> None:
-        self.quic.receive_datagram(data, address, now=now)
-        self._n_received += 1
-        if len(data) < SMALL_BYTES or self._n_received >= ACK_EVERY_PACKETS:
+    def receive(self, flight: Sequence[bytes], address: Any, now: float) -> None:
+        quic = self.quic
+        if (
+            quic._handshake_complete
+        ):  # what its own method does then, without the address parsed and a log that there is not
+            quic._call_core(quic._core.receive_many_datagrams, list(flight), address, now)
+            quic._drain_core()
+        else:
+            quic.receive_many_datagrams(list(flight), address, now)
+        self._n_received += len(flight)
+        if self._n_received >= ACK_EVERY_PACKETS or min(map(len, flight)) < SMALL_BYTES:
             self._is_ack_urgent = True
         if self._ack_at is None:
             self._ack_at = now + ACK_DELAY_S
 
     def wants_flush(self) -> bool:
         """False while all that waits is an acknowledgement that may wait. So a gap is told up to ACK_DELAY_S late."""
-        return self._is_ack_urgent or bool(self._held) or int(self.quic.get_send_buffer_size()) > 0
+        return self._is_ack_urgent or bool(self._held) or int(self.quic._core.get_send_buffer_size(None)) > 0
 
     def next_deadline(self) -> float | None:
-        at: float | None = self.quic.get_timer()
+        at = self._library_deadline()
         return at if at is None or self._ack_at is None else max(at, self._ack_at)
+
+    def _library_deadline(self) -> float | None:
+        core = self.quic._core
+        timer = None if core is None else core.get_timer()
+        return None if timer is None else float(timer[1])
 
     def has_near_deadline(self, now: float) -> bool:
         """False while an acknowledgement waits: then nothing is looked for before it is due, and a timer is set for that."""
-        at: float | None = self.quic.get_timer()
-        return self._ack_at is None and at is not None and at < now + ACK_DELAY_S
+        if self._ack_at is not None:
+            return False
+        at = self._library_deadline()
+        return at is not None and at < now + ACK_DELAY_S
 
     def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
         self._n_received, self._is_ack_urgent, self._ack_at = 0, False, None
         while self._held and self._is_allowed(self._held[0][0]):
             self._call(self.quic.send_stream_data, *self._held.popleft())
+        core = self.quic._core  # straight: `datagrams_to_send` parses each packet again for a log that there is not
+        if core is None:
+            return
         try:
-            yield from self.quic.datagrams_to_send(now)
-        except QuicConnectionError as error:
+            while (transmit := core.poll_transmit(now)) is not None:
+                yield transmit[0], transmit[1]
+        except RuntimeError as error:
             # "packet builder capacity exhausted", now and then under many streams; the next call goes on from there.
             logger.debug("qh3 sent nothing: %s", error)
 
     def _is_allowed(self, stream: int) -> bool:
-        is_ours = stream % 2 == (0 if self.quic.configuration.is_client else 1)
+        is_ours = stream % 2 == self._parity
         return not is_ours or stream // 4 < self.quic.max_concurrent_bidi_streams
 
     @staticmethod

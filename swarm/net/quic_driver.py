@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -49,6 +49,7 @@ class QuicDriver(ABC):
 
     quic: Any
     events: ModuleType
+    _next: Any = None  # an event taken from the library and not given yet
 
     @staticmethod
     @abstractmethod
@@ -83,9 +84,32 @@ class QuicDriver(ABC):
         self.quic.reset_stream(stream, 0)
         self.quic.stop_stream(stream, 0)
 
-    def receive(self, data: bytes, address: Any, now: float) -> None:
-        """Take in a datagram. May raise anything: the datagram is a stranger's."""
-        self.quic.receive_datagram(data, address, now=now)
+    def receive(self, flight: Sequence[bytes], address: Any, now: float) -> None:
+        """Take in datagrams that came together. May raise anything: they are a stranger's."""
+        for data in flight:
+            self.quic.receive_datagram(data, address, now=now)
+
+    def next_event(self) -> Any | None:
+        """Return what has happened next; what one stream got in several packets at once is one event."""
+        event = self._next
+        if event is None:
+            event = self.quic.next_event()
+        else:
+            self._next = None
+        data_received = self.events.StreamDataReceived
+        if event.__class__ is not data_received or event.end_stream:
+            return event
+        more = self.quic.next_event()
+        if more.__class__ is not data_received or more.stream_id != event.stream_id:
+            self._next = more
+            return event
+        pieces = [event.data]
+        while more.__class__ is data_received and more.stream_id == event.stream_id:
+            pieces.append(more.data)
+            event = more
+            more = None if event.end_stream else self.quic.next_event()
+        self._next = more
+        return data_received(data=b"".join(pieces), end_stream=event.end_stream, stream_id=event.stream_id)
 
     def wants_flush(self) -> bool:
         """Return whether what was received since the last flush may have given the library something to send now.
@@ -151,7 +175,11 @@ class AioquicDriver(QuicDriver):
         """aioquic 1.7 keeps what waits to be sent or acknowledged, without a bound of its own."""
         return sum(len(stream.sender._buffer) for stream in self.quic._streams.values())
 
-    def receive(self, data: bytes, address: Any, now: float) -> None:
+    def receive(self, flight: Sequence[bytes], address: Any, now: float) -> None:
+        for data in flight:
+            self._receive(data, address, now)
+
+    def _receive(self, data: bytes, address: Any, now: float) -> None:
         self.quic.receive_datagram(data, address, now=now)
         space = self._space
         if space is None:

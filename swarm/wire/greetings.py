@@ -74,6 +74,7 @@ class Greeter:
     Attributes:
         remote: who is there, once that is proved.
         observed_address: as a server, where the client is seen; as a client, where the server says it sees us.
+        nonce: the server's, once it is known; secret to both sides where the link encrypts, so keys can be made of it.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class Greeter:
         self._identity = identity
         self._is_client = is_client
         self._versions = versions
-        self._nonce = nonce
+        self.nonce = nonce
 
     def challenge(self) -> m.Challenge:
         """Return a server's first message."""
         assert self.observed_address is not None
-        return m.Challenge(nonce=self._nonce, versions=self._versions, observed_address=self.observed_address)
+        return m.Challenge(nonce=self.nonce, versions=self._versions, observed_address=self.observed_address)
 
     def expect(self, state: State, frame_type: FrameType) -> None:
         """Raise RemoteProtocolError unless this may come in now."""
@@ -132,7 +133,7 @@ class Greeter:
 
     def _answer_challenge(self, challenge: m.Challenge) -> Step:
         assert self.remote is not None  # by __init__
-        self.observed_address = challenge.observed_address
+        self.observed_address, self.nonce = challenge.observed_address, challenge.nonce
         client = self._identity.node_id
         statement = hello_statement(server=self.remote, nonce=challenge.nonce, client=client, versions=self._versions)
         hello = m.Hello(node_id=client, versions=self._versions, signature=self._identity.sign(statement))
@@ -140,7 +141,7 @@ class Greeter:
 
     def _check_hello(self, hello: m.Hello) -> Step:
         statement = hello_statement(
-            server=self._identity.node_id, nonce=self._nonce, client=hello.node_id, versions=hello.versions
+            server=self._identity.node_id, nonce=self.nonce, client=hello.node_id, versions=hello.versions
         )
         if not is_valid_signature(hello.node_id, hello.signature, statement):
             raise RemoteProtocolError(f"the hello's signature is not that of node {hello.node_id.short}")

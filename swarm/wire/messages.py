@@ -16,6 +16,12 @@ After that either side opens exchanges: one request, one answer (or a REFUSAL).
     PUSH -> RECORDS
     GET_MANIFEST -> MANIFEST GET_BLOCK -> BLOCK         (a backbone that offers its model)
     DISPATCH -> RESULT       GET_STATUS -> STATUS       (a peer)
+    RESERVE -> RESERVED      CONNECT -> CHANNEL         (a relay)
+    RELEASE -> DONE
+    INCOMING -> DONE         NOTICE -> DONE             (a relay's client, whom the relay asks)
+    OFFER_PATHS -> PATHS                                (two nodes that a relay has brought together)
+    CHECK_REACH -> CHECKED   DIAL_BACK -> DONE          (who wants to know whether others reach it, a relay, its helpers)
+    REACHED -> DONE
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ from swarm.ids import ModelId, NodeId
 from swarm.wire.rows import RowCodec
 
 TAG_BYTES = 8  # of a record or a registry node, and of a digest, in what registry nodes tell each other
+MAX_CANDIDATES = 8  # addresses that a node offers for direct paths
+NONCE_BYTES = 16  # of a CHECK_REACH
 MODEL_TAG_BYTES = 8  # enough to tell the models of one peer apart; the link itself is authenticated
 
 
@@ -293,11 +301,178 @@ class Status:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leg:
+    """One side's part of a channel at a relay; see swarm.net.relay_packets.
+
+    Attributes:
+        channel: 8 random bytes; `generation`: the relay's; `side`: 0 for who connects, 1 for who is called.
+        key: 32 bytes, known to the relay and this side only.
+        cookie: 16 bytes, for a first BIND from the address that the relay sees this side at; zero where it has none.
+        idle_ms: after as long without a packet of either side the relay forgets the channel.
+        rate_kbit_s: what the relay lets through in each direction; more is dropped.
+    """
+
+    channel: bytes
+    generation: int
+    side: int
+    key: bytes
+    cookie: bytes
+    idle_ms: int
+    rate_kbit_s: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Asks a relay to accept calls for the sender, for so many milliseconds; said again, it renews."""
+
+    lifetime_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """A reservation, the same one when it is renewed.
+
+    Attributes:
+        ttl_ms: from now on; at most what was asked for.
+        n_channels: that the node may have at a time.
+        leg: the reservation's own, for its keepalives.
+        observed_address: `host:port` that the relay sees the node at.
+        voucher: what the relay signed (swarm.wire.vouchers): who has it may CONNECT to the node.
+    """
+
+    ttl_ms: int
+    n_channels: int
+    leg: Leg
+    observed_address: str
+    voucher: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connect:
+    """Asks a relay for a channel to a node that has a reservation there."""
+
+    node_id: NodeId
+    voucher: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """The caller's leg of a new channel; the called node has said that it wants it."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incoming:
+    """The relay asks a node that has a reservation to take a call: it answers DONE or refuses."""
+
+    caller: NodeId
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """Gives up a channel, or by its leg's channel a reservation. Answered with DONE, also if it is gone already."""
+
+    channel: bytes
+
+
+class NoticeKind(IntEnum):
+    """What a relay tells its clients."""
+
+    DRAINING = 1  # it restarts: nothing new, and what there is ends in `in_ms`
+    REPLACED = 2  # another connection with the same key has the reservation now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """A relay tells a client of it what happens. `kind` is a NoticeKind, or of a later version."""
+
+    kind: int
+    in_ms: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """Yes, and nothing more."""
+
+
+class Mapping(IntEnum):
+    """What is between a node and the others, as far as it can tell from where others see it."""
+
+    UNKNOWN = 0
+    NONE = 1  # seen at an address of its own
+    SAME = 2  # a NAT that gives one address for all destinations: a hole can be punched
+    VARYING = 3  # a NAT that gives another address for each destination ("symmetric")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferPaths:
+    """Tells the other side of a relayed connection where its packets may reach the sender directly, and asks the same.
+
+    Attributes:
+        addresses: `host:port` with IP literals, at most MAX_CANDIDATES; probed by both sides at once.
+        mapping: a Mapping, or of a later version.
+    """
+
+    addresses: tuple[str, ...]
+    mapping: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """The answer to OFFER_PATHS: the same of the other side."""
+
+    addresses: tuple[str, ...]
+    mapping: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReach:
+    """Asks a relay to let other nodes dial the sender, at the address that the relay sees it at and this port.
+
+    `nonce`: 16 bytes, which they show in REACHED.
+    """
+
+    port: int
+    nonce: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """How many nodes were asked to dial, and how many of them say that they got through. Only REACHED proves it."""
+
+    n_asked: int
+    n_reached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DialBack:
+    """A relay asks a node that is connected to it to dial another one and show it the nonce. Answered with DONE if it worked."""
+
+    node_id: NodeId
+    nonce: bytes
+    address: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reached:
+    """Shows the nonce of a CHECK_REACH to who asked: this connection was dialled from outside."""
+
+    nonce: bytes
+
+
 Greeting = Challenge | Hello | Welcome
 RegistryRequest = Announce | Lookup | Find | GetMembers | Watch | Gossip | Sync | Push
 RegistryResponse = Accepted | Records | Members | Changes | News | Differences
-Request = Dispatch | RegistryRequest | GetManifest | GetBlock | GetStatus
-Response = Result | RegistryResponse | ManifestBytes | BlockBytes | Status
+RelayRequest = Reserve | Connect | Incoming | Release | Notice
+RelayResponse = Reserved | Channel | Done
+PathRequest = OfferPaths | CheckReach | DialBack | Reached
+PathResponse = Paths | Checked
+Request = Dispatch | RegistryRequest | GetManifest | GetBlock | GetStatus | RelayRequest | PathRequest
+Response = Result | RegistryResponse | ManifestBytes | BlockBytes | Status | RelayResponse | PathResponse
 Message = Greeting | Request | Response | Refusal
 
 RESPONSE_TO: dict[type[Request], type[Response]] = {
@@ -313,4 +488,13 @@ RESPONSE_TO: dict[type[Request], type[Response]] = {
     GetManifest: ManifestBytes,
     GetBlock: BlockBytes,
     GetStatus: Status,
+    Reserve: Reserved,
+    Connect: Channel,
+    Incoming: Done,
+    Release: Done,
+    Notice: Done,
+    OfferPaths: Paths,
+    CheckReach: Checked,
+    DialBack: Done,
+    Reached: Done,
 }

@@ -68,6 +68,9 @@ _ROUND = np.float32(12582912.0)
 _QUIET_NAN = np.uint32(0x7FC00000)
 _LOW = np.uint32(0xFFFF)
 _HALF = np.uint32(16)
+_MOST = np.float32(127.0)  # of an i8, in both directions
+_ORDINARY = 1e35  # times the largest code, 448, a float32 stays finite
+_U2, _F2, _F4 = np.dtype("<u2"), np.dtype("<f2"), np.dtype("<f4")
 
 
 # Blocks: scales [N, B], codes [N, D]
@@ -75,15 +78,16 @@ _HALF = np.uint32(16)
 
 def encode_q8_0(x: F32) -> Bytes:
     """Return rows [N, D], D a multiple of 32, as [N, 34/32 D] bytes."""
-    peaks = _peaks(x, Q8_0_BLOCK)  # [N, B]
-    codes = _integers(x, np.float32(127.0) / peaks, Q8_0_BLOCK)
-    return _join((peaks / np.float32(127.0)).astype("<f2"), codes)
+    with np.errstate(all="ignore"):
+        peaks = _peaks(x, Q8_0_BLOCK)  # [N, B]
+        codes = _integers(x, _MOST / peaks, Q8_0_BLOCK)
+        return _join((peaks / _MOST).astype(_F2), codes)
 
 
 def decode_q8_0(raw: Bytes, n_embd: int) -> F32:
     """Return [N, D] of what `encode_q8_0` wrote."""
     n_scales = n_embd // Q8_0_BLOCK
-    return _times(raw[:, 2 * n_scales :].view(np.int8), decode_f16(raw[:, : 2 * n_scales]), Q8_0_BLOCK)
+    return _times_untrusted(raw[:, 2 * n_scales :].view(np.int8), decode_f16(raw[:, : 2 * n_scales]), Q8_0_BLOCK)
 
 
 def encode_q8_k(x: F32) -> Bytes:
@@ -91,34 +95,37 @@ def encode_q8_k(x: F32) -> Bytes:
     blocks = x.reshape(-1, Q8_K_BLOCK)  # [N*B, 256]
     first = np.abs(blocks).argmax(axis=1)  # of equal magnitudes ggml, too, takes the first, with its sign
     peaks = blocks[np.arange(len(blocks)), first].reshape(len(x), -1)  # [N, B]
-    inverse = np.float32(-127.0) / peaks
-    scales = np.float32(1.0) / inverse + np.float32(0.0)  # a block of zeros has scale +0
-    return _join(scales.astype("<f4", copy=False), _integers(x, inverse, Q8_K_BLOCK))
+    with np.errstate(all="ignore"):
+        inverse = -_MOST / peaks
+        scales = np.float32(1.0) / inverse + np.float32(0.0)  # a block of zeros has scale +0
+        return _join(scales.astype(_F4, copy=False), _integers(x, inverse, Q8_K_BLOCK))
 
 
 def decode_q8_k(raw: Bytes, n_embd: int) -> F32:
     """Return [N, D] of what `encode_q8_k` wrote."""
     n_scales = n_embd // Q8_K_BLOCK
-    scales = raw[:, : 4 * n_scales].view("<f4").astype(np.float32)
-    return _times(raw[:, 4 * n_scales :].view(np.int8), scales, Q8_K_BLOCK)
+    scales = raw[:, : 4 * n_scales].view(_F4).astype(np.float32)
+    return _times_untrusted(raw[:, 4 * n_scales :].view(np.int8), scales, Q8_K_BLOCK)
 
 
 def encode_int8(x: F32) -> Bytes:
     """Return rows [N, D] as [N, D + 2 ceil(D/64)] bytes."""
-    scales, inverse = _bf16_scales(_peaks(x, INT8_BLOCK), np.float32(127.0))
-    return _join(scales, _integers(x, inverse, INT8_BLOCK))
+    with np.errstate(all="ignore"):
+        scales, inverse = _bf16_scales(_peaks(x, INT8_BLOCK), _MOST)
+        return _join(scales, _integers(x, inverse, INT8_BLOCK))
 
 
 def decode_int8(raw: Bytes, n_embd: int) -> F32:
     """Return [N, D] of what `encode_int8` wrote."""
     n_scales = -(-n_embd // INT8_BLOCK)
-    return _times(raw[:, 2 * n_scales :].view(np.int8), decode_bf16(raw[:, : 2 * n_scales]), INT8_BLOCK)
+    return _times_untrusted(raw[:, 2 * n_scales :].view(np.int8), decode_bf16(raw[:, : 2 * n_scales]), INT8_BLOCK)
 
 
 def encode_fp8(x: F32) -> Bytes:
     """Return rows [N, D] as [N, D + 2 ceil(D/128)] bytes."""
-    scales, inverse = _bf16_scales(_peaks(x, FP8_BLOCK), np.float32(FP8_MAX))
-    bits = _times(x, inverse, FP8_BLOCK).view(np.uint32)
+    with np.errstate(all="ignore"):
+        scales, inverse = _bf16_scales(_peaks(x, FP8_BLOCK), np.float32(FP8_MAX))
+        bits = _times(x, inverse, FP8_BLOCK).view(np.uint32)
     # The upper half of an f32, its last bit set if anything below it is, rounds to e4m3 as the whole does.
     bits |= (bits & _LOW) + _LOW
     bits >>= _HALF
@@ -128,12 +135,14 @@ def encode_fp8(x: F32) -> Bytes:
 def decode_fp8(raw: Bytes, n_embd: int) -> F32:
     """Return [N, D] of what `encode_fp8` wrote."""
     n_scales = -(-n_embd // FP8_BLOCK)
-    return _times(E4M3.take(raw[:, 2 * n_scales :]), decode_bf16(raw[:, : 2 * n_scales]), FP8_BLOCK)
+    return _times_untrusted(E4M3.take(raw[:, 2 * n_scales :]), decode_bf16(raw[:, : 2 * n_scales]), FP8_BLOCK)
 
 
 def _peaks(x: F32, block: int) -> F32:
     """Return the largest magnitude of each block, [N, B]; NaN for a block with a NaN."""
     n_rows, n_embd = x.shape
+    if n_embd % block == 0:
+        return np.maximum.reduce(np.abs(x).reshape(n_rows, -1, block), axis=2)  # type: ignore[no-any-return]
     size = np.abs(x).ravel()
     starts = np.arange(0, n_embd, block)
     if n_rows > 1:
@@ -146,7 +155,7 @@ def _bf16_scales(peaks: F32, largest_code: np.float32) -> tuple[npt.NDArray[np.u
     """Return peaks / largest_code rounded up to bf16, and the inverse of what was rounded."""
     bits = np.minimum((peaks / largest_code).view(np.uint32), _QUIET_NAN)  # no NaN that the addition would overflow
     upper = (bits + _LOW) >> _HALF
-    return upper.astype("<u2"), np.float32(1.0) / (upper << _HALF).view(np.float32)
+    return upper.astype(_U2), np.float32(1.0) / (upper << _HALF).view(np.float32)
 
 
 def _integers(x: F32, factors: F32, block: int) -> Bytes:
@@ -164,6 +173,17 @@ def _times(values: F32 | npt.NDArray[np.int8], factors: F32, block: int) -> F32:
     return (values.reshape(n_rows, -1, block) * factors[:, :, np.newaxis]).reshape(n_rows, n_embd)
 
 
+def _times_untrusted(values: F32 | npt.NDArray[np.int8], factors: F32, block: int) -> F32:
+    """Return the same, without a warning of numpy's where a stranger's factor is no number.
+
+    `errstate` costs as much as the product of one row, so it is set only where it may be needed.
+    """
+    if np.maximum.reduce(np.abs(factors), axis=None) < _ORDINARY:  # not so with a NaN
+        return _times(values, factors, block)
+    with np.errstate(all="ignore"):
+        return _times(values, factors, block)
+
+
 def _join(scales: npt.NDArray[np.generic], codes: Bytes) -> Bytes:
     return np.concatenate((scales.view(np.uint8), codes), axis=1)
 
@@ -174,7 +194,7 @@ def _join(scales: npt.NDArray[np.generic], codes: Bytes) -> Bytes:
 def encode_bf16(x: F32) -> Bytes:
     """Return rows [N, D] as [N, 2 D] bytes."""
     bits = x.view(np.uint32)
-    upper = ((bits + (((bits >> _HALF) & np.uint32(1)) + np.uint32(0x7FFF))) >> _HALF).astype("<u2")
+    upper = ((bits + (((bits >> _HALF) & np.uint32(1)) + np.uint32(0x7FFF))) >> _HALF).astype(_U2)
     is_nan = np.isnan(x)
     if is_nan.any():
         upper[is_nan] = _QUIET_NAN >> _HALF  # rounding may have made it an infinity or a zero
@@ -183,23 +203,25 @@ def encode_bf16(x: F32) -> Bytes:
 
 def decode_bf16(raw: Bytes) -> F32:
     """Return [N, D] of [N, 2 D] bytes."""
-    bits = raw.view("<u2").astype(np.uint32)
+    bits = raw.view(_U2).astype(np.uint32)
     bits <<= _HALF
     return bits.view(np.float32)
 
 
 def encode_f16(x: F32) -> Bytes:
     """Return rows [N, D] as [N, 2 D] bytes."""
-    halves = x.astype("<f2")
-    if not np.abs(x).max() < F16_OVERFLOW:  # or there is a NaN
-        is_over = np.isfinite(x) & (np.abs(x) >= F16_OVERFLOW)
-        halves[is_over] = np.copysign(F16_MAX, x[is_over])
+    if np.maximum.reduce(np.abs(x), axis=None) < F16_OVERFLOW:
+        return x.astype(_F2).view(np.uint8)
+    with np.errstate(all="ignore"):  # something rounds to an infinity, or there is a NaN
+        halves = x.astype(_F2)
+    is_over = np.isfinite(x) & (np.abs(x) >= F16_OVERFLOW)
+    halves[is_over] = np.copysign(F16_MAX, x[is_over])
     return halves.view(np.uint8)
 
 
 def decode_f16(raw: Bytes) -> F32:
     """Return [N, D] of [N, 2 D] bytes."""
-    return raw.view("<f2").astype(np.float32)
+    return raw.view(_F2).astype(np.float32)
 
 
 def _e4m3_values() -> F32:

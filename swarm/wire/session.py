@@ -260,6 +260,11 @@ class Session:
         events.append(Closed(error=error))
         return events
 
+    @property
+    def nonce(self) -> bytes:
+        """The server's nonce of the greetings; where the link encrypts, only both sides know it. Empty before it is known."""
+        return self._greeter.nonce
+
     # Time
 
     @property
@@ -319,9 +324,13 @@ class Session:
         if self.state is State.WELCOMING and exchange != GREETING_EXCHANGE:
             self._keep_early(exchange, data, is_end)
             return
-        incoming = self._incoming.get(exchange) or self._admit(exchange)
+        incoming = self._incoming.get(exchange)
         if incoming is None:
-            return
+            incoming = self._admit(exchange)
+            if incoming is None:
+                return
+            if is_end and len(data) > HEADER.size and self._receive_whole(exchange, incoming, data, events):
+                return
         view = memoryview(data)
         while view:
             if incoming.is_done and not incoming.n_to_skip:
@@ -343,6 +352,30 @@ class Session:
                     self._receive_reset(exchange, events)
                 else:
                     self._receive(exchange, late, is_end, events)
+
+    def _receive_whole(self, exchange: int, incoming: _Incoming, data: bytes, events: list[Event]) -> bool:
+        """Take an exchange that came in one piece, as those of a decoded token do; False: nothing was done, it is not one.
+
+        The same checks in the same order as piece by piece, with half of the steps and no copy.
+        """
+        code, size = HEADER.unpack_from(data)
+        if size != len(data) - HEADER.size or code >= IGNORABLE_FROM or self._early or exchange == GREETING_EXCHANGE:
+            return False
+        frame_type = frame_type_of(code)
+        if size > LIMITS[frame_type]:
+            raise RemoteProtocolError(f"{frame_type.name} too large: got {size}, expected at most {LIMITS[frame_type]}")
+        is_ours = self._is_ours(exchange)
+        if self._judge(exchange, frame_type, size) is not None or not (is_ours or self._request_budget.take(size)):
+            return False  # it is refused, as any other
+        incoming.is_done = True
+        incoming.n_held = size
+        self._n_held[is_ours] += size
+        if not is_ours:
+            incoming.n_arrived = size
+        events.append(self._act(exchange, incoming, frame_type, decode(frame_type, memoryview(data)[HEADER.size :])))
+        if is_ours:
+            del self._incoming[exchange]
+        return True
 
     def _receive_reset(self, exchange: int, events: list[Event]) -> None:
         if exchange == GREETING_EXCHANGE:
@@ -488,11 +521,12 @@ class Session:
         return None
 
     def _complete(self, exchange: int, incoming: _Incoming) -> list[Event]:
-        assert incoming.frame_type is not None
+        frame_type = incoming.frame_type
+        assert frame_type is not None
         body = memoryview(bytes(incoming.buffer))[HEADER.size :]
         incoming.buffer = bytearray()
         incoming.size = -1
-        message = decode(incoming.frame_type, body)
+        message = decode(frame_type, body)
         if exchange == GREETING_EXCHANGE:
             self._release(exchange, incoming)
             events = self._greet(message)
@@ -500,6 +534,10 @@ class Session:
             return events
         incoming.is_done = True
         self._arriving.pop(exchange, None)
+        return [self._act(exchange, incoming, frame_type, message)]
+
+    def _act(self, exchange: int, incoming: _Incoming, frame_type: FrameType, message: m.Message) -> Event:
+        """Return what a message means that is not of the greetings."""
         waiting = self._waiting.pop(exchange, None)
         if waiting is not None:
             self._release(exchange, incoming)
@@ -508,12 +546,11 @@ class Session:
                 error = RemoteRefused(
                     f"refused: {message.detail}", remote_code=message.code, retry_after_s=retry_after_s
                 )
-                return [RequestFailed(exchange=exchange, error=error)]
+                return RequestFailed(exchange=exchange, error=error)
             assert isinstance(message, waiting.expected)  # by _judge
-            return [Answered(exchange=exchange, response=message)]
-        assert isinstance(message, m.Request)  # by _judge
-        self._serving[exchange] = self._serves[incoming.frame_type]
-        return [RequestReceived(exchange=exchange, request=message)]
+            return Answered(exchange=exchange, response=message)
+        self._serving[exchange] = self._serves[frame_type]
+        return RequestReceived(exchange=exchange, request=message)  # type: ignore[arg-type]  # a request, by _judge
 
     def _greet(self, message: m.Message) -> list[Event]:
         step = self._greeter.take(self.state, message)

@@ -57,7 +57,11 @@ class BoundEndpoint:
         self.identity, self.options = identity, options
         self.is_open = False
         self.bytes_sent = self.bytes_received = 0
+        self.on_other: Any = None
         self.made.append(self)
+
+    def send_raw(self, datagrams: object, address: object) -> None:
+        raise AssertionError("nobody has sent anything")
 
     async def __aenter__(self) -> Self:
         if self.error is not None:
@@ -151,10 +155,10 @@ def test_others_are_told_an_address_that_they_can_use(
         assert found.node == R.node_id
 
 
-def test_it_serves_the_registry_and_its_status_and_nothing_else(endpoints: list[BoundEndpoint]) -> None:
+def test_it_serves_the_registry_calls_and_its_status_and_nothing_else(endpoints: list[BoundEndpoint]) -> None:
     ready_line(RelayConfig())
     registry = {m.Announce, m.Lookup, m.Find, m.GetMembers, m.Watch, m.Gossip, m.Sync, m.Push}
-    assert set(endpoints[0].options["serves"]) == registry | {m.GetStatus}
+    assert set(endpoints[0].options["serves"]) == registry | {m.GetStatus, m.Reserve, m.Connect, m.Release}
 
 
 WORLD, SITE, MACHINE = (
@@ -354,6 +358,10 @@ def test_its_status_counts_records_and_seconds() -> None:
         "record_bytes": signed.size_bytes,
         "n_members": 0,
         "is_member": False,
+        "n_reservations": 0,
+        "n_channels": 0,
+        "n_passed": 0,
+        "bytes_passed": 0,
         "bytes_sent": 0,
         "bytes_received": 0,
     }

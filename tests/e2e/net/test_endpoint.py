@@ -33,8 +33,8 @@ from swarm.net import connection as connection_module
 from swarm.net import endpoint as endpoint_module
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint, Handler
+from swarm.net.paths import Path
 from swarm.net.quic_driver import driver_class
-from swarm.net.repair import Datagram
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.frames import encode
@@ -827,12 +827,12 @@ async def test_a_full_socket_drops_and_quic_sends_again() -> None:
     async with linked() as (server, _, connection):
         send, n_sent = server._send, 0
 
-        def sometimes_full(flight: Sequence[Datagram]) -> None:
+        def sometimes_full(path: Path, flight: Sequence[bytes]) -> None:
             nonlocal n_sent
             for datagram in flight:
                 n_sent += 1
                 if n_sent % 7 != 0:
-                    send([datagram])
+                    send(path, [datagram])
 
         server_side(server)._send = sometimes_full
         got = await connection.request(block(200_000), timeout_s=LIMIT_S)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ import pytest
 from swarm.errors import ConnectionLost, RemoteProtocolError, SwarmError
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
+from swarm.net.paths import Path
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.greetings import State
@@ -29,7 +30,6 @@ class FakeDriver:
         self.quic = SimpleNamespace(
             configuration=SimpleNamespace(is_client=True),
             close=self._close,
-            next_event=lambda: self._do("next_event"),
             send_ping=lambda uid: None,
         )
         self.events = SimpleNamespace()
@@ -42,8 +42,11 @@ class FakeDriver:
         self._do("close")
         self.is_closed = True
 
-    def receive(self, data: bytes, address: Any, now: float) -> None:
+    def receive(self, flight: Sequence[bytes], address: Any, now: float) -> None:
         self._do("receive")
+
+    def next_event(self) -> None:
+        self._do("next_event")
 
     def n_streams(self) -> int:
         return 0
@@ -113,8 +116,9 @@ def connect(driver: FakeDriver, gone: list[Connection]) -> Connection:
         cast(s.Session, FakeSession()),
         make_session=lambda _: pytest.fail("it has one"),
         expected=None,
-        send=lambda flight: None,
-        send_copy=lambda data, address: None,
+        path=Path(address=ADDRESS),
+        send=lambda path, flight: None,
+        send_copy=lambda path, data: None,
         on_request=lambda *_: None,
         on_cancel=lambda *_: None,
         on_open=lambda _: None,
@@ -152,7 +156,7 @@ async def test_a_datagram_on_which_the_library_fails_ends_its_connection_only(fa
     answer = connection.start(m.GetStatus(), timeout_s=60.0)
     driver.failing = failing
     for each in (connection, other):
-        each.receive(b"data", ADDRESS, 1.0)
+        each.receive((b"data",), 1.0)
     for each in (connection, other):
         each.received(1.0)
     assert isinstance(await outcome(answer), RemoteProtocolError)

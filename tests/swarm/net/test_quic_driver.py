@@ -36,7 +36,7 @@ class Pair:
         cid = first[0][0][6 : 6 + first[0][0][5]]
         self.server = kind(kind.configuration(IDENTITY, CERTIFICATE, is_client=False), cid)
         for data, _ in first:
-            self.server.receive(data, CLIENT, self.now)
+            self.server.receive((data,), CLIENT, self.now)
         for _ in range(8):
             self.now += 0.001
             self.move(self.server, self.client)
@@ -52,9 +52,9 @@ class Pair:
         """Flush one side into the other; return how many datagrams that were."""
         source = CLIENT if sender is self.client else SERVER
         datagrams = list(sender.flush(self.now, has_data=True))
-        for data, _ in datagrams:
-            receiver.receive(data, source, self.now)
-        while receiver.quic.next_event() is not None:
+        if datagrams:
+            receiver.receive([data for data, _ in datagrams], source, self.now)
+        while receiver.next_event() is not None:
             pass
         return len(datagrams)
 
@@ -117,7 +117,7 @@ def test_aioquic_tells_of_a_packet_that_seems_lost() -> None:
     lost, kept = list(pair.client.flush(pair.now, has_data=True))
     assert not pair.client.has_near_deadline(pair.now)
     pair.now += 0.001
-    pair.server.receive(kept[0], CLIENT, pair.now)
+    pair.server.receive((kept[0],), CLIENT, pair.now)
     assert pair.server.wants_flush(), "a gap is told at once"
     pair.move(pair.server, pair.client)
     assert pair.client.has_near_deadline(pair.now)
@@ -125,3 +125,39 @@ def test_aioquic_tells_of_a_packet_that_seems_lost() -> None:
     assert deadline is not None
     assert deadline < pair.now + ACK_DELAY_S
     assert lost[0] != kept[0]
+
+
+def events_of(driver: QuicDriver) -> list[tuple[int, int, bool]]:
+    """Return (stream, bytes, is the end) of what streams got."""
+    got = []
+    while (event := driver.next_event()) is not None:
+        if isinstance(event, driver.events.StreamDataReceived):
+            got.append((event.stream_id, len(event.data), event.end_stream))
+    return got
+
+
+def test_what_a_stream_got_at_once_is_one_event_and_streams_stay_apart(pair: Pair) -> None:
+    sent, datagrams = [], list[bytes]()
+    for size in (3000, 100, 5000):
+        stream = int(pair.client.quic.get_next_available_stream_id())
+        pair.client.send_stream_data(stream, bytes(size), True)
+        datagrams += [data for data, _ in pair.client.flush(pair.now, has_data=True)]
+        sent.append((stream, size, True))
+    assert len(datagrams) > len(sent)
+    pair.server.receive(datagrams, CLIENT, pair.now)
+    assert events_of(pair.server) == sent
+
+
+def test_an_event_that_follows_a_stream_s_bytes_is_not_lost(pair: Pair) -> None:
+    stream = int(pair.client.quic.get_next_available_stream_id())
+    pair.client.send_stream_data(stream, bytes(1500), False)
+    first = [data for data, _ in pair.client.flush(pair.now, has_data=True)]
+    pair.client.abandon_stream(stream)
+    second = [data for data, _ in pair.client.flush(pair.now, has_data=True)]
+    pair.server.receive(first, CLIENT, pair.now)
+    pair.server.receive(second, CLIENT, pair.now)
+    kinds = []
+    while (event := pair.server.next_event()) is not None:
+        kinds.append(type(event).__name__)
+    assert kinds.count("StreamDataReceived") == 1
+    assert "StreamReset" in kinds

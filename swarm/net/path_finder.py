@@ -1,0 +1,282 @@
+"""Finds ways to nodes that cannot simply be dialled: through their relays, and from there, by hole punching, direct ones.
+
+    caller                        relay                         called
+      CONNECT voucher          ->   INCOMING                 ->
+      QUIC handshake through the channel                     <->
+      OFFER_PATHS addresses    ->                                 probes them
+      probes them                                            <-   PATHS addresses
+      the connection moves to a direct path once both sides' probes are answered there (`paths`)
+
+The relay's channel stays beside a direct path, so that it is there when that fails. One finder to an endpoint; it knows nothing
+of registries: whoever reads them tells it the vouchers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+from swarm.errors import ConnectionLost, NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.ids import NodeId
+from swarm.net.addresses import SocketAddress, format_address, host_towards, is_loopback, own_hosts, plain_ip
+from swarm.net.connection import Connection, clock
+from swarm.net.endpoint import DIAL_TIMEOUT_S, Endpoint
+from swarm.net.paths import Path
+from swarm.net.punch import Sighting, candidates, is_hopeless, mapping_of, usable, why_relayed
+from swarm.net.relay_client import SERVES as RELAY_SERVES
+from swarm.net.relay_client import RelayAddress, RelayClient, RelayLeg
+from swarm.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+OFFER_TIMEOUT_S = 4.0
+PUNCH_S = 5.0  # probes that have no answer by then have failed; guessed: ten round trips across the world
+# Between two tries on one connection: NATs are restarted, laptops move. Doubles up to the longest. Guessed.
+AGAIN_S, LONGEST_AGAIN_S = 30.0, 600.0
+OFFER_REST_S = 5.0  # between two offers that one connection's other side may make: each has us probe eight addresses
+MAX_VOUCHERS = 4  # that a record may carry
+SPARE_RETRY_S = 2.0  # until a relay's channel that was lost is opened again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Face:
+    """What a node announces of how it is reached; the fields of its records."""
+
+    addresses: tuple[str, ...]
+    is_public: bool
+    vouchers: tuple[str, ...]
+
+
+class PathFinder:
+    """Use as `async with PathFinder(endpoint, takes_calls=...) as finder`, inside the endpoint's own block."""
+
+    def __init__(self, endpoint: Endpoint, *, takes_calls: bool) -> None:
+        """`takes_calls`: whether others may call this node through its relays."""
+        self.relays = RelayClient(endpoint, on_leg=self._take_leg if takes_calls else None)
+        self._endpoint = endpoint
+        self._vouchers: dict[NodeId, tuple[bytes, ...]] = {}
+        self._offered: weakref.WeakKeyDictionary[Connection, float] = weakref.WeakKeyDictionary()
+        self._tasks = asyncio.TaskGroup()
+        self._running: set[asyncio.Task[None]] = set()
+        endpoint.on_other = self.relays.receive
+        endpoint.add_handler(RELAY_SERVES, self.relays.serve)
+        endpoint.add_handler((m.OfferPaths,), self._answer_offer)
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._running:
+            task.cancel()
+        await self._tasks.__aexit__(None, None, None)
+        self.relays.close()
+
+    # What others see of us
+
+    def sightings(self) -> list[Sighting]:
+        """Return where the nodes that we are connected to see us."""
+        found = []
+        for by, at in self._endpoint.sightings():
+            host = host_towards(by)
+            found.append(Sighting(by=by, at=at, own=None if host is None else (host, self._endpoint.port)))
+        return found
+
+    def mapping(self, version: int = 4) -> m.Mapping:
+        """Return what is between us and the others, as far as is known."""
+        return mapping_of(self.sightings(), version)
+
+    def own_addresses(self) -> list[SocketAddress]:
+        """Return the addresses of this machine's interfaces to the world, with our port."""
+        return [(host, self._endpoint.port) for host in own_hosts(self._endpoint.families)]
+
+    def face(self, address: str, *, is_advertised: bool = False) -> Face:
+        """Return what to announce; `address`: where a registry sees us, or what a person says (`is_advertised`)."""
+        sightings = self.sightings()
+        addresses = [address]
+        if not is_advertised:
+            addresses += [format_address(each.at) for each in sightings]
+            # An address of our own first: without NAT it is the surest, and of two kinds of IP only one may be behind NAT.
+            owned = [format_address(each.at) for each in sightings if each.own == each.at]
+            addresses = owned + addresses
+        vouchers = tuple(base64.urlsafe_b64encode(each).decode().rstrip("=") for each in self.relays.vouchers())
+        return Face(
+            addresses=tuple(dict.fromkeys(addresses))[: m.MAX_CANDIDATES],
+            is_public=is_advertised or self.is_public(),
+            vouchers=vouchers[:MAX_VOUCHERS],
+        )
+
+    def is_public(self) -> bool:
+        """Return whether others should reach us unasked: seen at an address of our own, of one kind of IP at least."""
+        mappings = [self.mapping(version) for version in self._endpoint.families]
+        return m.Mapping.NONE in mappings or all(plain_ip(each.by[0]).is_loopback for each in self.sightings())
+
+    async def keep_reservations(self, relays: Sequence[RelayAddress], on_change: Callable[[], None]) -> None:
+        """Keep reservations at two of these relays until cancelled; `on_change`: there is something new to announce.
+
+        Relays on this machine are passed over: who reaches them reaches us.
+        """
+        far = [relay for relay in relays if not is_loopback(relay.address[0])]
+        if far:
+            self.relays.on_change = on_change
+            await self.relays.run(far)
+
+    # Ways to others
+
+    def know(self, node: NodeId, vouchers: Sequence[str]) -> None:
+        """Learn the vouchers that a node announces now, base64url; damaged ones are passed over."""
+        found = []
+        for text in vouchers:
+            try:
+                found.append(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
+            except (binascii.Error, ValueError):
+                logger.debug("a voucher of node %s is damaged", node.short)
+        if found:
+            self._vouchers[node] = tuple(found)
+        else:
+            self._vouchers.pop(node, None)
+
+    def has_relays(self, node: NodeId) -> bool:
+        """Return whether a node names relays."""
+        return bool(self._vouchers.get(node))
+
+    async def dial_relayed(self, node: NodeId, *, timeout_s: float = DIAL_TIMEOUT_S) -> Connection:
+        """Return an open connection to a node through one of its relays; a direct path is looked for from then on.
+
+        Raises:
+            NetworkError, RemoteProtocolError: none of its relays reaches it; the last one's error.
+        """
+        error: SwarmError = ConnectionLost(f"node {node.short} names no relay")
+        for voucher in self._vouchers.get(node, ()):
+            try:
+                leg, path = await self._open_leg(node, voucher)
+            except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as failure:
+                logger.debug("no channel to node %s: %s", node.short, failure)
+                error = failure
+                continue
+            try:
+                connection = await self._endpoint.dial(path, expected=node, timeout_s=timeout_s)
+            except BaseException as failure:
+                leg.close()
+                self._endpoint.remove_channel(leg.channel)
+                if not isinstance(failure, (NetworkError, RemoteProtocolError)):
+                    raise
+                error = failure
+                continue
+            self._start(self._keep_spare(connection, node, leg), f"relay to {node.short}")
+            self._start(self._punch(connection), f"punch to {node.short}")
+            return connection
+        if isinstance(error, (RemoteRefused, Overloaded)):
+            raise ConnectionLost(f"no relay reaches node {node.short}: {error}") from error
+        raise error
+
+    def add_spare(self, connection: Connection, node: NodeId) -> None:
+        """Keep a relay's channel beside a direct connection to a node behind NAT, for when its direct path fails."""
+        if self._vouchers.get(node):
+            self._start(self._keep_spare(connection, node, None), f"relay to {node.short}")
+
+    def _take_leg(self, leg: RelayLeg) -> None:
+        """A node calls us through a relay: what comes by that channel is ours."""
+        self._endpoint.add_channel(leg.channel, leg.address)
+        leg.on_lost = lambda: self._endpoint.remove_channel(leg.channel)
+
+    async def _open_leg(self, node: NodeId, voucher: bytes) -> tuple[RelayLeg, Path]:
+        leg = await self.relays.connect(node, voucher)
+        path = self._endpoint.add_channel(leg.channel, leg.address)
+        leg.on_lost = lambda: self._endpoint.remove_channel(leg.channel)
+        return leg, path
+
+    async def _keep_spare(self, connection: Connection, node: NodeId, leg: RelayLeg | None) -> None:
+        """Keep a channel to a node as long as a connection to it lives; a lost one is opened anew, by any of its relays."""
+        at = 0
+        gone = asyncio.ensure_future(connection.wait_gone())
+        try:
+            while not gone.done():
+                vouchers = self._vouchers.get(node, ())
+                if leg is None and vouchers:
+                    try:
+                        leg, path = await self._open_leg(node, vouchers[at % len(vouchers)])
+                        self._endpoint.add_path(connection, path)
+                    except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
+                        logger.debug("no spare channel to node %s: %s", node.short, error)
+                        at += 1
+                if leg is not None:
+                    lost = asyncio.Event()
+                    leg.on_lost = lost.set
+                    waiting = asyncio.ensure_future(lost.wait())
+                    if not leg.is_lost:
+                        await asyncio.wait((gone, waiting), return_when=asyncio.FIRST_COMPLETED)
+                    waiting.cancel()
+                    self._endpoint.remove_channel(leg.channel)
+                    if not gone.done():
+                        leg, at = None, at + 1
+                        continue
+                await asyncio.wait((gone,), timeout=SPARE_RETRY_S)
+        finally:
+            gone.cancel()
+            if leg is not None:
+                self._endpoint.remove_channel(leg.channel)
+                leg.close()
+
+    # Punching
+
+    async def _punch(self, connection: Connection) -> None:
+        """Look for a direct path under a relayed connection, again and again while it has none."""
+        again_s = AGAIN_S
+        while connection.is_open:
+            if connection.path.is_relayed:
+                await self._offer(connection)
+            if not connection.path.is_relayed:
+                again_s = AGAIN_S
+            await asyncio.sleep(again_s)
+            again_s = min(2 * again_s, LONGEST_AGAIN_S)
+
+    async def _offer(self, connection: Connection) -> None:
+        ours = self.mapping()
+        offer = m.OfferPaths(addresses=candidates(self.sightings(), self.own_addresses()), mapping=ours)
+        try:
+            answer = await connection.request(offer, timeout_s=OFFER_TIMEOUT_S)
+        except SwarmError as error:
+            logger.debug("no offer of paths: %s", error)
+            return
+        assert isinstance(answer, m.Paths)  # by the session
+        self._probe(connection, answer.addresses)
+        until = clock() + PUNCH_S
+        while connection.is_open and connection.path.is_relayed and clock() < until:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        if connection.is_open and connection.path.is_relayed and connection.monitor is not None:
+            connection.monitor.why_relayed = why_relayed(ours, answer.mapping)
+            connection.monitor.forget_unanswered()
+            logger.info("node %s stays relayed: %s", connection.remote.short, connection.monitor.why_relayed)
+
+    async def _answer_offer(self, connection: Connection, request: m.Request) -> m.Paths:
+        assert isinstance(request, m.OfferPaths)
+        now = clock()
+        if now < self._offered.get(connection, float("-inf")) + OFFER_REST_S:
+            raise Overloaded("paths were offered a moment ago", retry_after_s=OFFER_REST_S)
+        self._offered[connection] = now
+        self._probe(connection, request.addresses)
+        ours = self.mapping()
+        if is_hopeless(ours, request.mapping):
+            logger.info("node %s stays relayed: %s", connection.remote.short, why_relayed(ours, request.mapping))
+        return m.Paths(addresses=candidates(self.sightings(), self.own_addresses()), mapping=ours)
+
+    def _probe(self, connection: Connection, offered: Sequence[str]) -> None:
+        may_be_here = plain_ip(connection.path.address[0]).is_loopback
+        for address in usable(offered, may_be_here=may_be_here):
+            if plain_ip(address[0]).version in self._endpoint.families:
+                self._endpoint.add_path(connection, address)
+
+    def _start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = self._tasks.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
