@@ -17,6 +17,7 @@
     │   └── DeadlineExceeded
     ├── IntegrityError            bytes on disk or from a source do not match their hash
     ├── ExpertUnavailable         no live holder answered for some experts of a layer
+    ├── AuditFailed               a peer was caught after its wrong numbers had gone into what was sent already
     ├── EngineError               llama.cpp refused or failed
     └── Overloaded                a bounded queue is full: try again later
 
@@ -126,6 +127,19 @@ class ExpertUnavailable(SwarmError):
         self.reason = reason
         shown = ", ".join(map(str, self.experts[:16])) + (", ..." if len(self.experts) > 16 else "")
         super().__init__(f"no answer for layer {layer}, experts {shown}: {reason}")
+
+
+class AuditFailed(SwarmError):
+    """A peer was caught returning wrong numbers, and what they went into has been sent to the client already.
+
+    Attributes:
+        n_audited: tokens of the answer, from its first on, that do not depend on that peer's unaudited numbers.
+    """
+
+    def __init__(self, n_audited: int) -> None:
+        self.n_audited = n_audited
+        last = f"the last audited token of this answer is number {n_audited}" if n_audited else "no token is audited"
+        super().__init__(f"a peer returned wrong numbers and is used no more; {last}: ask again")
 
 
 class EngineError(SwarmError):

@@ -15,11 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.dispatch.attempts import AttemptStats, HedgeBudget, LayerAttempts, Order
+from swarm.dispatch.audit import OPINION_TIMEOUT_S
+from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.chunks import CHUNK_BYTES, cut
 from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.flight import Flight
 from swarm.dispatch.holders import Holders
+from swarm.dispatch.origin import Origin
 from swarm.dispatch.plan import HERE, Batch, MissingExperts, plan_dispatch
 from swarm.dispatch.popularity import Popularity
 from swarm.dispatch.replicas import Replicas
@@ -72,6 +75,9 @@ class DispatchStats:
     """What has been dispatched so far; counts, bytes and seconds."""
 
     n_round_trips: int = 0  # dispatches of a layer that waited for the network
+    n_skipped_trips: int = 0  # dispatches of a layer that did not: all of its pairs were computed here
+    n_local_assignments: int = 0  # of n_assignments: computed here
+    n_rows_sent: int = 0  # rows of hidden state, once for each peer that got one
     n_token_layers: int = 0  # rows of hidden state times MoE layers
     n_assignments: int = 0  # (token, expert) pairs
     bytes_out: int = 0  # bodies of DISPATCH frames' rows, ids and weights, without QUIC's and our headers
@@ -92,7 +98,8 @@ class _EncodedRows:
         self.x = x
         self.codec = codec
         self._data = encode_rows(x, codec)
-        self._rows = np.frombuffer(self._data, np.uint8).reshape(len(x), -1) if len(x) else None  # [T, bytes of a row]
+        # [T, bytes of a row]
+        self._rows = np.frombuffer(self._data, np.uint8).reshape(len(x), -1) if len(x) > 1 else None
 
     def of(self, batch: Batch) -> bytes:
         """Return the bytes of a batch's rows."""
@@ -106,6 +113,7 @@ class Dispatcher:
 
     Attributes:
         chunk_bytes: see `swarm.dispatch.chunks`; 0 never cuts. May be changed between dispatches.
+        audits: what looks at answers a second time; None: nothing does.
     """
 
     def __init__(
@@ -128,6 +136,7 @@ class Dispatcher:
         self.now = now
         self.times = ServiceTimes()
         self.replicas = Replicas(holders.placement, self.times, home=home)
+        self.replicas.on_trial = holders.on_trial
         self._budget = HedgeBudget()
         self._codec_back = back_codec(wire.back)
         self._codec_out: dict[int, RowCodec] = {}  # layer -> codec
@@ -135,6 +144,7 @@ class Dispatcher:
         self.stats = DispatchStats()
         placement = holders.placement
         self.popularity = Popularity(placement.layers, placement.holders.shape[2], now=now())
+        self.audits: Auditor | None = None
         self.on_layer: Callable[[LayerSpan], None] | None = None
         """Told of each layer that succeeded; for benchmarks."""
 
@@ -144,12 +154,14 @@ class Dispatcher:
         x: npt.NDArray[np.float32],
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
+        origin: Origin | None = None,
     ) -> npt.NDArray[np.float32]:
         """Return the routed experts' output of one layer, [T, D] float32.
 
         Args:
             x: [T, D] float32, the hidden states that enter the experts.
             topk_ids: [T, K] int32; topk_weights: [T, K] float32.
+            origin: of the T rows; None: nobody knows.
 
         Raises:
             ExpertUnavailable: some experts have no live holder, or all of theirs failed.
@@ -157,19 +169,25 @@ class Dispatcher:
         began_ns = time.monotonic_ns()
         n_tokens, n_used = topk_ids.shape
         self.popularity.add(layer, topk_ids)  # before it can fail: what nobody holds is wanted, too
-        batches = self._plan(layer, topk_ids, topk_weights)
-        n_destinations = len(batches)
+        batches = self._plan(layer, topk_ids, topk_weights, origin)
+        n_destinations = sum(batch.destination != HERE for batch in batches)
         codec = self._rows_codec(layer)
-        if self.chunk_bytes:
+        if self.chunk_bytes and n_tokens > 1:  # one row cannot be cut
             batches = [
                 chunk
                 for batch in batches
-                for chunk in cut(batch, row_bytes=self._bytes_per_row(batch, codec), chunk_bytes=self.chunk_bytes)
+                for chunk in (
+                    (batch,)
+                    if batch.destination == HERE
+                    else cut(batch, row_bytes=self._bytes_per_row(batch, codec), chunk_bytes=self.chunk_bytes)
+                )
             ]
         rows = _EncodedRows(x, codec)
         planned_ns = time.monotonic_ns()
         answers = await self._ask(layer, batches, rows)
         returned_ns = time.monotonic_ns()
+        if self.audits is not None:
+            self.audits.observe(layer, x, answers, origin)
         parts = [(order.batch, result.rows) for order, result in answers]
         if self._codec_back is RowCodec.EXACT:
             combined = combine_exact(n_tokens, n_used, self._spec.n_embd, parts, topk_weights)
@@ -196,15 +214,23 @@ class Dispatcher:
         return combined
 
     async def close(self) -> None:
-        """Give up what is still awaited for its measure only."""
+        """Give up audits, and what is still awaited for its measure only."""
+        if self.audits is not None:
+            await self.audits.close()
         for future in list(self._late):
             future.cancel()
         if self._late:
             await asyncio.wait(self._late)
 
-    def _plan(self, layer: int, topk_ids: npt.NDArray[np.int32], topk_weights: npt.NDArray[np.float32]) -> list[Batch]:
-        owners = self.replicas.owners(layer, topk_ids, self.now())
-        destinations = self.holders.placement.destinations
+    def _plan(
+        self,
+        layer: int,
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+        origin: Origin | None,
+    ) -> list[Batch]:
+        owners = self._owners(layer, topk_ids, origin)
+        destinations = (*self.holders.placement.destinations, HERE)
         batches = plan_dispatch(topk_ids, topk_weights, owners, destinations)
         if isinstance(batches, MissingExperts):
             own = self.holders.own
@@ -212,10 +238,23 @@ class Dispatcher:
             if absent:
                 raise ExpertUnavailable(layer, absent, "no live peer holds them")
             owners = owners[topk_ids] if owners.ndim == 1 else owners  # [T, K]
-            owners = np.where(owners < 0, len(destinations), owners)
-            batches = plan_dispatch(topk_ids, topk_weights, owners, (*destinations, HERE))
+            owners = np.where(owners < 0, len(destinations) - 1, owners)
+            batches = plan_dispatch(topk_ids, topk_weights, owners, destinations)
             assert not isinstance(batches, MissingExperts)
         return batches
+
+    def _owners(self, layer: int, topk_ids: npt.NDArray[np.int32], origin: Origin | None) -> npt.NDArray[np.integer]:
+        """Return who computes what, as `plan_dispatch` takes it; one past the last peer is this process."""
+        own = self.holders.own
+        kept = own.kept(layer) if own is not None else None
+        if kept is None:
+            return self.replicas.owners(layer, topk_ids, self.now(), origin=origin)
+        here = len(self.holders.placement.destinations)
+        is_kept = kept.take(topk_ids, mode="clip")  # [T, K]; ids out of range are named by the plan
+        owners = self.replicas.owners(layer, topk_ids, self.now(), origin=origin, is_kept=is_kept)
+        if owners.ndim == 1:
+            return np.where(kept, here, owners)  # [E]
+        return np.where(is_kept, here, owners)  # [T, K]
 
     async def _ask(self, layer: int, batches: list[Batch], rows: _EncodedRows) -> list[tuple[Order, m.Result]]:
         """Return what makes up the layer; the first batch that nobody can answer ends it."""
@@ -228,7 +267,9 @@ class Dispatcher:
             times=self.times,
             find_others=lambda batch, tried, now: self.replicas.others(layer, batch, tried, now),
             is_timed=self.replicas.has_choice(layer),
-            has_local=(lambda batch: own.holds(layer, batch.expert_ids.tolist())) if own is not None else None,
+            has_local=(lambda batch: own.holds(layer, batch.expert_ids.tolist()))
+            if own is not None and own.is_last_resort
+            else None,
             budget=self._budget,
             stats=self.stats.attempts,
         )
@@ -261,21 +302,58 @@ class Dispatcher:
 
     def _check(self, order: Order, result: m.Response, n_embd: int) -> m.Result:
         """Return the answer to an order if it is one; else close the connection and raise RemoteProtocolError."""
+        if self.audits is not None and self.audits.is_caught(order.node):
+            raise RemoteProtocolError(f"peer {order.node.short} was caught returning wrong numbers since it was asked")
+        return self._require(order.node, result, self._codec_back, (self._n_rows_back(order.batch), n_embd))
+
+    def _require(self, node: NodeId, result: m.Response, codec: RowCodec, shape: tuple[int, int]) -> m.Result:
+        """Return an answer that is as it was asked for; else close the connection and raise RemoteProtocolError."""
         assert isinstance(result, m.Result)  # the session checks an answer's type
-        expected = (self._n_rows_back(order.batch), n_embd)
         error: RemoteProtocolError | None = None
-        if result.codec is not self._codec_back or result.rows.shape != expected:
+        if result.codec is not codec or result.rows.shape != shape:
             error = RemoteProtocolError(
-                f"wrong answer of peer {order.node.short}: got {result.codec.name} {result.rows.shape}, "
-                f"expected {self._codec_back.name} {expected}"
+                f"wrong answer of peer {node.short}: got {result.codec.name} {result.rows.shape}, "
+                f"expected {codec.name} {shape}"
             )
-        elif not (np.abs(result.rows) <= MAX_MAGNITUDE).all():  # a NaN is not, either
-            error = RemoteProtocolError(f"peer {order.node.short} sent numbers that are not finite, or absurdly large")
+        elif (
+            result.rows.size and not np.maximum.reduce(np.abs(result.rows), axis=None) <= MAX_MAGNITUDE
+        ):  # nor is a NaN
+            error = RemoteProtocolError(f"peer {node.short} sent numbers that are not finite, or absurdly large")
         if error is None:
             return result
-        if (connection := self.holders.open_connection(order.node)) is not None:
+        if (connection := self.holders.open_connection(node)) is not None:
             connection.close(error)
         raise error
+
+    async def opinion(
+        self, node: NodeId, layer: int, batch: Batch, x: npt.NDArray[np.float32]
+    ) -> npt.NDArray[np.float32]:
+        """Return what a peer says of a batch, for an audit: raw rows [P, D] where the form is exact, else sums [N, D], float32.
+
+        Args:
+            x: [N, D] float32; sent in the form that the layer's rows have.
+
+        Raises:
+            NetworkError, RemoteProtocolError, RemoteRefused, Overloaded: it gave no answer.
+        """
+        is_exact = self._codec_back is RowCodec.EXACT
+        codec = RowCodec.EXACT if is_exact else RowCodec.F32
+        shape = (batch.n_pairs if is_exact else batch.n_rows, x.shape[1])
+        message = m.Dispatch(
+            model_tag=self._model_tag,
+            layer=layer,
+            rows_codec=self._rows_codec(layer),
+            result_codec=codec,
+            row_counts=batch.row_counts,
+            expert_ids=batch.expert_ids,
+            weights=None if is_exact else batch.weights,
+            rows=x,
+            encoded_rows=encode_rows(x, self._rows_codec(layer)),
+        )
+        connection = await self.holders.connection(node)
+        size = RESULT_HEAD_BYTES + shape[0] * row_bytes(shape[1], codec)
+        answer = await connection.request(message, timeout_s=OPINION_TIMEOUT_S, max_answer_bytes=size)
+        return self._require(node, answer, codec, shape).rows
 
     async def _compute_here(self, layer: int, order: Order, rows: _EncodedRows) -> m.Response:
         own, batch = self.holders.own, order.batch
@@ -334,7 +412,10 @@ class Dispatcher:
 
     def _count(self, layer: int, n_tokens: int, answers: list[tuple[Order, m.Result]], wait_s: float) -> None:
         stats = self.stats
-        stats.n_round_trips += 1
+        if all(order.node == HERE for order, _ in answers):
+            stats.n_skipped_trips += 1
+        else:
+            stats.n_round_trips += 1
         stats.n_token_layers += n_tokens
         stats.wait_s += wait_s
         pair_bytes = 2 if self._codec_back is RowCodec.EXACT else 6  # the expert's id, and its weight
@@ -344,6 +425,9 @@ class Dispatcher:
             batch, node = order.batch, order.node
             stats.n_assignments += batch.n_pairs
             stats.assignments[node] = stats.assignments.get(node, 0) + batch.n_pairs
-            if node != HERE:
+            if node == HERE:
+                stats.n_local_assignments += batch.n_pairs
+            else:
+                stats.n_rows_sent += batch.n_rows
                 stats.bytes_out += batch.n_rows * out_bytes + batch.n_pairs * pair_bytes
                 stats.bytes_back += len(result.rows) * back_bytes

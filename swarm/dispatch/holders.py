@@ -1,9 +1,10 @@
 """Keeps the placement true: watches the registry, shakes hands with a peer before it counts, drops those that fail.
 
-What is known of a peer comes from three places, and each can take back only its own word:
+What is known of a peer comes from four places, and each can take back only its own word:
 - the registry lists it, at a seq; left out, it stays for its ttl while its connection lives, because a registry may have
   restarted with an empty table, or withhold;
 - a connection to it is open: without one it does not count, with a new one it counts again;
+- an audit caught it (`is_barred`): then nothing else counts.
 - a request failed. Lost connections count little: the first costs nothing, more in a row cost time. A refusal or a missed
   deadline: quarantined, then tried again (`quarantine`). Breaking the protocol, or leaving: down until a higher seq as well.
 """
@@ -44,7 +45,16 @@ REDIAL_TIMEOUT_S = 2.0  # in the middle of a request
 
 
 class OwnExperts(Protocol):
-    """Experts that this process can compute itself, from the operator's own file: the last resort."""
+    """Experts that this process computes itself: always those that it keeps, and perhaps others as the last resort."""
+
+    @property
+    def is_last_resort(self) -> bool:
+        """Whether experts that are not kept can be computed too."""
+        ...
+
+    def kept(self, layer: int) -> npt.NDArray[np.bool_] | None:
+        """Return which experts of a layer are never asked of a peer, bool [E]; None: none."""
+        ...
 
     def holds(self, layer: int, experts: Collection[int]) -> bool:
         """Return whether all of these can be computed here."""
@@ -76,14 +86,18 @@ class Holders:
         model: ModelId,
         *,
         own: OwnExperts | None = None,
+        allowed: Collection[NodeId] | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`own`: what this process can compute itself if it must."""
+        """`own`: what this process can compute itself if it must; `allowed`: the only peers to use, None: anybody."""
         self.placement = placement
         self.own = own
+        self.is_barred: Callable[[NodeId, int], bool] | None = None
+        """Whether a peer that announces this seq is not to be used, nor dialled; None: all may be."""
         self._registry = registry
         self._pool = pool
         self._model = model
+        self._allowed = None if allowed is None else frozenset(allowed)
         self._now = now
         self._announced: dict[NodeId, ExpertAnnouncement] = {}
         self._missed_since: dict[NodeId, float] = {}  # of those: when the registry first left it out
@@ -192,6 +206,25 @@ class Holders:
         if self._quarantine:
             self._quarantine.succeed(node, self._now())
 
+    def on_trial(self, now: float) -> Sequence[NodeId]:
+        """Return the peers that failed and are tried again: one batch at a time, where others hold the experts too."""
+        return self._quarantine.on_trial(now) if self._quarantine else ()
+
+    def recheck(self) -> None:
+        """What `is_barred` says has changed. What a peer that is barred now still owes is lost with its connection."""
+        for node, record in self._announced.items():
+            if self._bars(record) and (connection := self._pool.connection(node)) is not None:
+                connection.close()
+        self._apply()
+        self._wake.set()
+
+    def announcement(self, node: NodeId) -> ExpertAnnouncement | None:
+        """Return what a peer announced last, in use or not; None when it is gone."""
+        return self._announced.get(node)
+
+    def _bars(self, record: ExpertAnnouncement) -> bool:
+        return self.is_barred is not None and self.is_barred(record.node, record.seq)
+
     def open_connection(self, node: NodeId) -> Connection | None:
         """Return the open connection to a holder, if there is one now."""
         return self._pool.connection(node)
@@ -204,12 +237,14 @@ class Holders:
         record = self._announced.get(node)
         if record is None:
             raise NetworkError(f"peer {node.short} is no longer announced")
-        return await self._pool.connect(node, _addresses(record), timeout_s=REDIAL_TIMEOUT_S)
+        return await self._pool.reach(record, timeout_s=REDIAL_TIMEOUT_S)
 
     def _learn(self, listed: Sequence[ExpertAnnouncement]) -> None:
         """Take in what the registry lists now."""
         now = self._now()
         listed = [record for record in listed if not record.is_loading]  # these answer nothing yet
+        if self._allowed is not None:
+            listed = [record for record in listed if record.node in self._allowed]
         left_out = self._announced.keys() - {record.node for record in listed}
         self._missed_since = {node: self._missed_since.get(node, now) for node in left_out}
         known = {
@@ -230,13 +265,18 @@ class Holders:
         now = self._now()
         for node, record in self._announced.items():
             connection = self._pool.connection(node)
-            if connection is not None and connection.address not in _addresses(record):
+            self._pool.know(record)
+            is_stray = connection is not None and connection.address not in (None, *_addresses(record))
+            if (
+                connection is not None and is_stray and record.is_public
+            ):  # behind NAT, addresses change under a connection
                 connection.close()  # the peer has restarted or moved, and says so
                 connection = None
             seq, retry_at = self._failed.get(node, (-1, 0.0))
             if len(self._greeting) + len(strangers) >= MAX_HOLDERS:
                 break  # those that were announced and are gone still hold their places; the rest waits for the next look
-            if connection is None and node not in self._greeting and (record.seq > seq or now >= retry_at):
+            is_due = record.seq > seq or now >= retry_at
+            if connection is None and node not in self._greeting and is_due and not self._bars(record):
                 strangers.append(record)
         for node in self._failed.keys() - self._announced.keys():
             del self._failed[node]
@@ -244,7 +284,7 @@ class Holders:
 
     async def _greet(self, record: ExpertAnnouncement) -> None:
         try:
-            await self._pool.connect(record.node, _addresses(record))
+            await self._pool.reach(record)
             self._failed.pop(record.node, None)
         except (NetworkError, RemoteProtocolError) as error:
             if record.node not in self._failed:
@@ -260,7 +300,9 @@ class Holders:
         usable = [
             record
             for node, record in self._announced.items()
-            if self._pool.connection(node) is not None and self._quarantine.state(node, now) is not State.SHUT
+            if self._pool.connection(node) is not None
+            and self._quarantine.state(node, now) is not State.SHUT
+            and not self._bars(record)
         ]
         if self.placement.update(usable):
             logger.info("%d peers are in use; %d layers lack experts", len(usable), len(self.missing()))
@@ -293,6 +335,8 @@ class Holders:
         trust = self._quarantine.state(node, self._now())
         if node in in_use:
             return PeerState.ON_TRIAL if trust is State.HALF_OPEN else PeerState.IN_USE
+        if self._bars(record):
+            return PeerState.CAUGHT
         if record.seq <= self._leaving.get(node, -1):
             return PeerState.LEAVING
         if trust is State.SHUT:

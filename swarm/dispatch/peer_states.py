@@ -22,6 +22,7 @@ class PeerState(StrEnum):
     IN_USE = "in use"
     ON_TRIAL = "on trial"  # it failed and is used again
     QUARANTINED = "quarantined"
+    CAUGHT = "caught"  # an audit found that its numbers are wrong
     LEAVING = "leaving"
     SET_ASIDE = "set aside"  # it broke the protocol, or cannot do what this backbone needs
     UNREACHABLE = "unreachable"

@@ -1,13 +1,16 @@
 """How often each expert was asked for lately: the backbone's own counts, fading with time. Pure; `now` is given.
 
 Counts of (token, expert) pairs, nothing of any text. What is older than HALF_LIFE_S counts half, so that a model whose use
-changes is known anew within an hour or so.
+changes is known anew within an hour or so. `to_bytes` and `restore` carry it over a restart; while the backbone is away it does
+not grow older.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +49,35 @@ class Popularity:
         self._n_tokens *= factor
         self._weight_s = mean_life_s + (self._weight_s - mean_life_s) * factor
         self._faded_at = now
+
+    def to_bytes(self) -> bytes:
+        """Return the counts in the form that `restore` takes: JSON."""
+        known = {
+            "layers": self.layers,
+            "counts": np.round(self._counts, 3).tolist(),
+            "n_tokens": np.round(self._n_tokens, 3).tolist(),
+            "window_s": round(self._weight_s, 3),
+        }
+        return json.dumps(known, separators=(",", ":")).encode()
+
+    def restore(self, data: bytes) -> bool:
+        """Add what was kept by `to_bytes`; return False, and change nothing, if it is damaged or of another shape."""
+        try:
+            known: dict[str, Any] = json.loads(data)
+            counts = np.asarray(known["counts"], np.float64)
+            n_tokens = np.asarray(known["n_tokens"], np.float64)
+            window_s = float(known["window_s"])
+            layers = tuple(known["layers"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return False
+        if layers != self.layers or counts.shape != self._counts.shape or n_tokens.shape != self._n_tokens.shape:
+            return False
+        if not all(np.isfinite(each).all() and np.min(each) >= 0 for each in (counts, n_tokens, np.float64(window_s))):
+            return False
+        self._counts += counts
+        self._n_tokens += n_tokens
+        self._weight_s += window_s
+        return True
 
     @property
     def counts(self) -> npt.NDArray[np.float64]:

@@ -4,7 +4,7 @@ Pure; `now` is given. Knows nothing of why a peer failed, nor of connections.
 
     state      what happens                     next
     TRUSTED    fail                          -> SHUT for a time
-    SHUT       its time is over              -> HALF_OPEN: used again
+    SHUT       its time is over              -> HALF_OPEN: on trial, one batch at a time where others hold the experts too
     HALF_OPEN  succeed                       -> TRUSTED
     HALF_OPEN  fail                          -> SHUT for twice the time
 
@@ -98,6 +98,10 @@ class Quarantine:
         if entry is None or entry.is_proved:
             return State.TRUSTED
         return State.SHUT if now < entry.until else State.HALF_OPEN
+
+    def on_trial(self, now: float) -> list[NodeId]:
+        """Return those that are half open."""
+        return [node for node, entry in self._entries.items() if not entry.is_proved and now >= entry.until]
 
     def next_opening(self, now: float) -> float | None:
         """Return when the next peer is tried again; None: nobody is shut."""

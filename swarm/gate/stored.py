@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from swarm.dispatch.audit import DEFAULT_TOLERANCE
 from swarm.errors import UserError
 from swarm.files import write_atomically
 from swarm.gate.verdict import FormReport, Thresholds, read_figure
@@ -28,6 +29,9 @@ MAX_RESULT_BYTES = 1 << 20  # a form takes 400 bytes
 # Forms whose bytes differ by less count as equally cheap, and the more accurate one is chosen. Chosen: at D=3072 q8 costs
 # 0.8 % more than fp8, which no path notices, and fp8 flips 4 and 15 times as many clear tokens (docs/gate.md).
 EQUAL_COST_SHARE = 0.05
+# An audit's tolerance is AUDIT_MARGIN times the largest difference that was measured between honest answers, for the kernels of
+# other processors; guessed. At least: GPUs round activations more coarsely, guessed. At most: a cheat of 5 % noise must be seen.
+AUDIT_MARGIN, LEAST_TOLERANCE, MOST_TOLERANCE = 3.0, 0.01, 0.03
 FALLBACK = Wire(WireForm.F32, WireForm.F32)
 
 Method = Literal["logits", "layers"]
@@ -128,6 +132,14 @@ def asked_wire(wire: Wire, result: GateResult | None) -> WireChoice:
     return WireChoice(wire, f"as --wire asks, although it failed the gate: {form.reasons[0]}")
 
 
+def audit_tolerance(result: GateResult | None, wire: Wire) -> float:
+    """Return from which relative difference of a row on two answers in this form are not the same."""
+    form = next((form for form in result.forms if form.wire == wire), None) if result is not None else None
+    if form is None or form.audit_error is None:
+        return DEFAULT_TOLERANCE
+    return min(max(AUDIT_MARGIN * form.audit_error, LEAST_TOLERANCE), MOST_TOLERANCE)
+
+
 def describe(form: FormReport) -> str:
     """Return a form's figures in a few words."""
     parts = [f"{form.bytes_per_row} bytes a row"]
@@ -199,6 +211,7 @@ def _parse(plain: Any) -> GateResult:
 
 def _parse_form(plain: Mapping[str, Any]) -> FormReport:
     reasons = tuple(plain["reasons"])
+    plain = {"audit_error": None} | dict(plain)  # a result of before it was measured
     identical = plain["identical"]
     if not all(isinstance(reason, str) for reason in reasons) or plain["passed"] is not (not reasons):
         raise ValueError("a form's verdict contradicts its reasons")
@@ -211,6 +224,7 @@ def _parse_form(plain: Mapping[str, Any]) -> FormReport:
         "mean_cosine",
         "perplexity_ratio",
         "perplexity_error",
+        "audit_error",
     )
     return FormReport(
         wire=parse_wire(_text(plain, "wire")),

@@ -22,6 +22,7 @@ from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
     EngineError,
+    ExpertsNotHeld,
     ExpertUnavailable,
     Overloaded,
     RemoteProtocolError,
@@ -646,12 +647,21 @@ async def twice(wire: Wire = EXACT) -> AsyncIterator[Star]:
 
 
 class Ours:
-    """Experts that this process computes itself."""
+    """Experts that this process computes itself, as the last resort; or always, those that it keeps."""
 
-    def __init__(self, experts: range = range(E)) -> None:
+    def __init__(self, experts: Sequence[int] = range(E), *, is_last_resort: bool = True) -> None:
         self.experts = experts
+        self.is_last_resort = is_last_resort
         self.n_runs = 0
         self.failure: Exception | None = None
+        self._kept: npt.NDArray[np.bool_] | None = None
+
+    def keep(self, experts: Sequence[int]) -> None:
+        self.experts = experts
+        self._kept = np.isin(np.arange(E), experts)
+
+    def kept(self, layer: int) -> npt.NDArray[np.bool_] | None:
+        return self._kept
 
     def holds(self, layer: int, experts: Collection[int]) -> bool:
         return all(expert in self.experts for expert in experts)
@@ -944,6 +954,87 @@ def test_own_experts_that_fail_leave_a_slow_peers_answer_to_count(failure: Excep
             strike(it, B, "broken")
             error = await fails(it)
             assert type(failure).__name__ in str(error)
+
+    virtual_time.run(main())
+
+
+# Experts that are kept here
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5, 20])
+@pytest.mark.parametrize("wire", [EXACT, F32], ids=["exact", "sums"])
+@pytest.mark.parametrize("is_replicated", [False, True], ids=["single", "replicas"])
+def test_rows_for_kept_experts_never_leave(n_tokens: int, wire: Wire, is_replicated: bool) -> None:
+    kept = (0, 1, 2, 6, 9)
+
+    async def main() -> None:
+        slices = {A: range(8), B: range(4, 12), C: (*range(4), *range(8, 12))} if is_replicated else SLICES
+        ours = Ours((), is_last_resort=False)
+        async with star(wire, slices=slices, own=ours) as it:
+            ours.keep(kept)
+            n_kept = n_rows = n_trips = 0
+            for seed in range(10):
+                x, ids, weights = choice(n_tokens, seed)
+                out = await it.dispatcher.dispatch(1, x, ids, weights)
+                expected = in_llama_order(1, x, ids, weights)
+                if wire is EXACT:
+                    assert out.tobytes() == expected.tobytes()
+                else:
+                    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+                n_kept += int(np.isin(ids, kept).sum())
+                n_trips += not np.isin(ids, kept).all()
+            asked = [request for _, request in it.seen]
+            assert not np.isin(np.concatenate([request.expert_ids for request in asked]), kept).any()
+            n_rows = sum(len(request.rows) for request in asked)
+            stats = it.dispatcher.stats
+            assert (stats.n_local_assignments, stats.n_assignments) == (n_kept, 10 * n_tokens * K)
+            assert (stats.n_rows_sent, stats.n_round_trips) == (n_rows, n_trips)
+
+    virtual_time.run(main())
+
+
+def test_a_layer_whose_experts_are_all_kept_makes_no_trip() -> None:
+    async def main() -> None:
+        ours = Ours((), is_last_resort=False)
+        async with star(own=ours) as it:
+            ours.keep(range(E))
+            spans: list[LayerSpan] = []
+            it.dispatcher.on_layer = spans.append
+            x, ids, weights = choice(20)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert out.tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+            assert it.seen == []
+            stats = it.dispatcher.stats
+            assert (stats.n_skipped_trips, stats.n_round_trips, stats.bytes_out) == (1, 0, 0)
+            assert spans[0].n_destinations == 0
+
+    virtual_time.run(main())
+
+
+def test_kept_experts_that_fail_here_are_asked_of_their_peers() -> None:
+    async def main() -> None:
+        ours = Ours((), is_last_resort=False)
+        ours.failure = ExpertsNotHeld("not any more")
+        async with star(own=ours) as it:
+            ours.keep((0, 6))
+            x, ids, weights = choice(20)
+            out = await it.dispatcher.dispatch(2, x, ids, weights)
+            assert out.tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+            assert it.dispatcher.stats.n_local_assignments == 0
+
+    virtual_time.run(main())
+
+
+def test_a_short_step_asks_the_fewest_peers_for_what_is_not_kept() -> None:
+    async def main() -> None:
+        # Each row's experts 0 and 1 are kept; the rest of them all three peers hold between them, C alone too.
+        slices = {A: (0, 1, 4), B: (0, 1, 5), C: (4, 5, *range(6, 12), 2, 3)}
+        ours = Ours((), is_last_resort=False)
+        async with star(slices=slices, own=ours) as it:
+            ours.keep((0, 1))
+            x, _, weights = choice(1)
+            await it.dispatcher.dispatch(1, x, np.array([[0, 1, 4, 5]], np.int32), weights)
+            assert {node for node, _ in it.seen} == {C}
 
     virtual_time.run(main())
 

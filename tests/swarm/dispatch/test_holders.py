@@ -70,12 +70,12 @@ class ListRegistry:
 class World:
     """A registry, peers at 10.0.0.N, and the holders under test, which run inside `watching`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, allowed: Collection[NodeId] | None = None) -> None:
         self.registry = ListRegistry()
         self.network = FakeNetwork()
         self.pool = Pool(cast(Endpoint, FakeEndpoint(self.network, US)))
         self.placement = Placement(MODEL, LAYERS, E, require_exact=False)
-        self.holders = Holders(self.registry, self.pool, self.placement, MODEL, now=now)
+        self.holders = Holders(self.registry, self.pool, self.placement, MODEL, allowed=allowed, now=now)
 
     def announce(
         self, node: NodeId, experts: Iterable[int] = range(E), *, seq: int = 1, port: int = 1, ttl_s: int = 60
@@ -135,6 +135,22 @@ def test_a_peer_counts_only_once_it_was_greeted() -> None:
             assert world.in_use == [A, B]
             assert world.holders.missing() == {}
             world.holders.require_all()
+
+    virtual_time.run(main())
+
+
+def test_with_a_list_of_allowed_peers_no_other_is_even_dialled() -> None:
+    async def main() -> None:
+        world = World(allowed=[B])
+        stranger = world.start(A)
+        world.start(B, range(2))
+        async with world.watching():
+            await asyncio.sleep(10.0)
+            assert world.in_use == [B]
+            assert world.holders.missing() == {2: (2, 3), 3: (2, 3)}
+            assert world.pool.connection(A) is None
+            assert stranger.n_dialled == 0
+            assert [view.record.node for view in world.holders.peers()] == [B]
 
     virtual_time.run(main())
 
@@ -458,6 +474,23 @@ def test_a_peer_that_failed_is_tried_again_after_a_while_that_doubles(error: Swa
             world.holders.mark_down(A, error)
             await asyncio.sleep(1 + 2 * MIN_REFRESH_S)
             assert world.in_use == [A], "after a good while, a failure is the first again"
+
+    virtual_time.run(main())
+
+
+def test_a_peer_that_failed_is_on_trial_from_its_return_until_it_has_answered_well() -> None:
+    async def main() -> None:
+        world = World()
+        world.start(A)
+        async with world.watching():
+            await asyncio.sleep(1)
+            assert list(world.holders.on_trial(now())) == []
+            world.holders.mark_down(A, DeadlineExceeded("no answer within the deadline"))
+            assert list(world.holders.on_trial(now())) == []
+            await asyncio.sleep(1.0 + 2 * MIN_REFRESH_S)
+            assert world.in_use == list(world.holders.on_trial(now())) == [A]
+            world.holders.succeeded(A)
+            assert list(world.holders.on_trial(now())) == []
 
     virtual_time.run(main())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -43,3 +45,41 @@ def test_a_clock_that_stands_still_fades_nothing() -> None:
     popularity.fade(5.0)
     popularity.fade(4.0)
     assert popularity.counts[0, 0] == 3
+
+
+def test_what_was_kept_over_a_restart_counts_on() -> None:
+    before = Popularity((2, 5), 4, now=0.0)
+    for _ in range(100):
+        before.add(2, np.array([[0, 3]], np.int32))
+        before.add(5, np.array([[1, 2]], np.int32))
+    before.fade(500.0)
+    after = Popularity((2, 5), 4, now=7.0)  # another clock
+    assert after.restore(before.to_bytes())
+    assert np.allclose(after.counts, before.counts, atol=0.01)
+    assert after.n_tokens / after.window_s == pytest.approx(before.n_tokens / before.window_s, rel=0.01)
+    after.add(2, np.array([[1, 3]], np.int32))
+    assert after.counts[0, 1] == 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: b"",
+        lambda data: data.replace(b'"layers":[2,5]', b'"layers":[2,6]'),
+        lambda data: data.replace(b'"n_tokens":[', b'"n_tokens":[1.0,'),
+        lambda data: data.replace(b"10.0", b"-10.0"),
+        lambda data: data.replace(b"10.0", b"NaN"),
+        lambda data: data.replace(b"10.0", b'"x"'),
+        lambda data: b"[1, 2]",
+    ],
+)
+def test_a_damaged_record_changes_nothing(damage: Callable[[bytes], bytes]) -> None:
+    before = Popularity((2, 5), 4, now=0.0)
+    before.add(2, np.zeros((10, 1), np.int32))
+    data = before.to_bytes()
+    assert damage(data) != data
+    after = Popularity((2, 5), 4, now=0.0)
+    assert not after.restore(damage(data))
+    assert after.n_tokens == 0
+    assert not after.counts.any()

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from swarm.dispatch.origin import Origin
 from swarm.dispatch.placement import NOBODY, Placement
 from swarm.dispatch.plan import Batch, plan_dispatch
-from swarm.dispatch.replicas import DECODE_ROWS, REFRESH_S, Replicas
+from swarm.dispatch.replicas import DECODE_ROWS, MAX_SEQUENCES, REFRESH_S, Replicas
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.registry.records import ExpertAnnouncement
@@ -55,10 +56,17 @@ class World:
             self.now = max(self.now, now)
         self.now += REFRESH_S
 
-    def choose(self, ids: list[list[int]] | np.ndarray, layer: int = 2) -> list[list[NodeId | None]]:
+    def choose(
+        self,
+        ids: list[list[int]] | np.ndarray,
+        layer: int = 2,
+        *,
+        origin: Origin | None = None,
+        is_kept: np.ndarray | None = None,
+    ) -> list[list[NodeId | None]]:
         """Return who computes each pair."""
         topk_ids = np.array(ids, np.int32)
-        owners = self.replicas.owners(layer, topk_ids, self.now)
+        owners = self.replicas.owners(layer, topk_ids, self.now, origin=origin, is_kept=is_kept)
         found = owners[topk_ids] if owners.ndim == 1 else owners
         return [
             [None if index == NOBODY else self.placement.destinations[index] for index in row] for row in found.tolist()
@@ -75,7 +83,7 @@ def test_without_replicas_the_placements_owners_are_returned_as_they_are() -> No
     assert world.replicas.owners(2, random_ids(1), 0.0) is world.placement.owner_of(2)
     assert not world.replicas.has_choice(2)
     assert world.replicas.n_choices == 0
-    assert world.replicas.kept_share == 1.0
+    assert world.replicas.sequence_stickiness == 1.0
 
 
 def test_layers_are_judged_apart() -> None:
@@ -120,7 +128,7 @@ def test_a_replica_no_slower_than_what_must_be_waited_for_saves_a_destination() 
 
 def test_decode_meets_the_fewest_of_equal_replicas() -> None:
     world = World({A: range(4), B: range(4, 8), C: range(8), D: range(6, E)})
-    assert world.choose([[0, 3, 4, 7]]) == [[C] * 4]
+    assert world.choose([[0, 3, 4, 5]]) == [[C] * 4]
     chosen = world.choose([[0, 5, 8, 11], [1, 4, 9, 10]])
     assert chosen == [[C, C, D, D], [C, C, D, D]]
 
@@ -147,7 +155,7 @@ def test_equal_replicas_are_kept_and_noise_moves_nothing() -> None:
     for step in range(50):
         world.measure(a=float(rng.uniform(0.009, 0.011)), b=float(rng.uniform(0.009, 0.011)), n=1)
         assert world.choose(random_ids(1, step)) == [[first[0][0]] * K]
-    assert world.replicas.kept_share == 1.0
+    assert world.replicas.sequence_stickiness == 1.0
     assert world.replicas.n_choices == 51 * K
 
 
@@ -309,7 +317,7 @@ def test_a_change_of_holders_is_followed_and_who_left_is_forgotten() -> None:
     assert world.choose([[0, 1, 2, 3]]) == [[A] * 4]
     world.place({B: range(E), C: range(E)})
     assert world.choose([[0, 1, 2, 3]]) == [[C] * 4], "nothing speaks against it yet"
-    assert not world.times.of(A).is_seen
+    assert world.times.of(A).pair_s(1) is None
     world.place({B: range(E)})
     assert not world.replicas.has_choice(2)
 
@@ -318,3 +326,120 @@ def test_a_change_of_holders_is_followed_and_who_left_is_forgotten() -> None:
 def test_a_bad_choice_is_left_to_the_plan_to_name(ids: list[list[int]]) -> None:
     world = World({A: range(E), B: range(E)})
     assert world.replicas.owners(2, np.array(ids, np.int32), 0.0) is world.placement.owner_of(2)
+
+
+# Trials
+
+
+def test_who_is_on_trial_is_asked_for_one_batch_at_a_time() -> None:
+    world = World({A: range(E), B: range(E)})
+    world.measure(a=0.001, b=0.010)
+    world.replicas.on_trial = lambda now: [A]
+    assert world.choose([[0, 1, 2, 3]]) == [[A] * 4], "the trial"
+    world.times.of(A).sent("trial", world.now)
+    assert world.choose([[0, 1, 2, 3]]) == [[B] * 4]
+    assert {node for row in world.choose(random_ids(64)) for node in row} == {B}
+    world.times.of(A).answered("trial", 4, world.now + 0.001)
+    assert world.choose([[0, 1, 2, 3]]) == [[A] * 4], "the next"
+
+
+def test_who_is_on_trial_is_asked_where_nobody_else_can_be() -> None:
+    world = World({A: range(E), B: range(6)})
+    world.replicas.on_trial = lambda now: [A]
+    world.times.of(A).sent("trial", world.now)
+    assert world.choose([[0, 1, 6, 7]])[0][2:] == [A, A]
+    assert world.choose([[0, 1, 2, 3]]) == [[B] * 4]
+    spread = world.choose(np.tile(np.array([[0, 1, 6, 7]], np.int32), (64, 1)))
+    assert spread == [[B, B, A, A]] * 64
+    found = world.replicas.others(2, batch_of([[0, 7]], B), {B}, world.now)
+    assert found is not None
+    assert [node for node, _ in found] == [A]
+
+
+def test_a_replica_that_is_on_trial_gets_no_copies_beside_its_trial() -> None:
+    world = World({A: range(E), B: range(E), C: range(E)})
+    world.measure(a=0.001, b=0.010, c=0.020)
+    world.replicas.on_trial = lambda now: [A]
+    batch = batch_of([[0, 1]], B)
+    assert world.replicas.others(2, batch, {B}, world.now) == [(A, batch)]
+    world.times.of(A).sent("trial", world.now)
+    assert world.replicas.others(2, batch, {B}, world.now) == [(C, batch)]
+
+
+# Sequences
+
+
+def origin_of(*sequences: int) -> Origin:
+    """Return the origin of a step's rows, one for each sequence named."""
+    return Origin(sequences=np.array(sequences, np.int64), positions=np.arange(len(sequences)))
+
+
+def test_a_sequence_stays_on_its_own_replica_and_several_spread_over_all() -> None:
+    world = World({A: range(E), B: range(E), C: range(E)})
+    world.measure(a=0.010, b=0.010, c=0.010)
+    homes: dict[int, set[NodeId | None]] = {}
+    for step in range(30):
+        for sequence in range(12):
+            [row] = world.choose(random_ids(1, 100 * step + sequence), origin=origin_of(sequence))
+            homes.setdefault(sequence, set()).update(row)
+    assert all(len(home) == 1 for home in homes.values())
+    assert set.union(*homes.values()) == {A, B, C}
+    assert world.replicas.sequence_stickiness == 1.0
+
+
+def test_sequences_that_are_computed_together_meet_the_replicas_of_one_and_stay_when_it_ends() -> None:
+    world = World({A: range(E), B: range(E), C: range(E)})
+    world.measure(a=0.010, b=0.010, c=0.010)
+    homes = {sequence: world.choose(random_ids(1), origin=origin_of(sequence))[0][0] for sequence in range(8)}
+    other = next(sequence for sequence in range(1, 8) if homes[sequence] != homes[0])
+    together = world.choose(random_ids(2), origin=origin_of(0, other))
+    assert together == [[homes[0]] * K] * 2, "a peer more would be one more to wait for"
+    for step in range(10):
+        assert world.choose(random_ids(2, step), origin=origin_of(other, 100 + step)) == [[homes[0]] * K] * 2
+        assert world.choose(random_ids(1, step), origin=origin_of(other)) == [[homes[0]] * K]
+
+
+def test_the_rows_of_one_sequence_are_one_choice() -> None:
+    """Drafts: rows of a sequence share their destinations."""
+    world = World({A: range(4), B: range(4, 8), C: range(8), D: range(6, E)})
+    ids = np.array([[0, 5, 8, 11], [1, 4, 9, 10]], np.int32)
+    assert world.choose(ids, origin=origin_of(7, 7)) == [[C, C, D, D], [C, C, D, D]]
+
+
+def test_where_slices_overlap_an_expert_goes_where_it_went_before_and_the_work_is_even() -> None:
+    world = World({A: range(8), B: range(4, E), C: [*range(4), *range(8, E)]})
+    world.measure(a=0.010, b=0.010, c=0.010)
+    n_pairs = dict.fromkeys((A, B, C), 0)
+    for step in range(400):
+        for node in world.choose(random_ids(1, step), origin=origin_of(3))[0]:
+            assert node is not None
+            n_pairs[node] += 1
+    assert world.replicas.sequence_stickiness == 1.0
+    met = [n for n in n_pairs.values() if n]
+    assert len(met) == 2, "two hold everything"
+    assert max(met) / sum(met) < 0.55
+
+
+def test_what_moves_for_a_slow_peer_is_not_kept() -> None:
+    world = World({A: range(E), B: range(E)})
+    world.measure(a=0.001, b=0.010)
+    world.choose([[0, 1, 2, 3]])
+    world.measure(a=0.100, n=100)
+    assert world.choose([[0, 1, 2, 3]]) == [[B] * 4]
+    assert world.replicas.sequence_stickiness == 0.5
+
+
+def test_pairs_that_are_kept_here_decide_nothing() -> None:
+    """Expert 0 is the far C's alone, but computed here: the near A is asked for the rest."""
+    world = World({A: range(1, E), C: range(E)})
+    world.measure(a=0.010, c=0.030)
+    is_kept = np.array([[True, False, False, False]])
+    [row] = world.choose([[0, 1, 2, 3]], is_kept=is_kept)
+    assert row[1:] == [A] * 3
+
+
+def test_sequences_that_ended_are_forgotten() -> None:
+    world = World({A: range(E), B: range(E)})
+    for sequence in range(2 * MAX_SEQUENCES):
+        world.choose([[0, 1, 2, 3]], origin=origin_of(sequence))
+    assert len(world.replicas._sequences) == MAX_SEQUENCES
