@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from swarm.backbone.drafting import Drafting
 from swarm.backbone.engine import Engine, EngineConfig
-from swarm.backbone.generate import Backbone
+from swarm.backbone.generate import Backbone, ServingConfig
 from swarm.backbone.histogram import HistogramPublisher
+from swarm.backbone.local_experts import LocalExperts
+from swarm.backbone.local_keeper import Fetch, LocalBudget, LocalKeeper
+from swarm.backbone.model_drafts import DraftModel
 from swarm.backbone.own_experts import OwnExperts
 from swarm.backbone.prepared import PreparedModel, ProgressCallback, prepare_model
 from swarm.backbone.share import SERVES
+from swarm.dispatch.audit import DEFAULT_TOLERANCE
+from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.dispatcher import Dispatcher
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.placement import Placement
+from swarm.errors import UserError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import format_index_set
+from swarm.ids import NodeId, format_index_set
 from swarm.interruptible import run_interruptibly
+from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
+from swarm.model.source import BlockSource, GgufSource
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
+from swarm.net.path_finder import Face, PathFinder
 from swarm.net.pool import Pool
+from swarm.net.relay_client import RelayAddress
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
@@ -39,9 +50,18 @@ class BackboneConfig:
 
     Attributes:
         model_file: a whole GGUF file, or a `backbone.gguf` with its manifest.json beside it.
-        n_draft: most tokens that a step drafts by prompt lookup; 0: no drafts.
+        n_slots: requests at once, over all lanes; n_lanes: contexts that they share, each with a thread and a KV cache.
+        engine: of each lane; its number of sequences is worked out.
+        serving: how requests share the lanes, but for `n_draft`.
+        n_draft: most tokens that a step drafts; 0: no drafts.
+        draft_model: a smaller model with the same vocabulary to draft with.
         last_resort: compute experts here, from a whole `model_file`, while no peer answers for them.
+        allowed_peers: the only peers to use; None: anybody's.
         shares_histogram: tell the registry how often each expert is chosen.
+        local_experts: how much memory the popular experts may take that are computed here; None: none are.
+        fetcher: gets the local experts' blocks from others, where `model_file` is not the whole model.
+        audit_share: of each peer's answers that are asked of others as well; 0: none.
+        audit_tolerance: from which relative difference on two answers are not the same.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -52,9 +72,18 @@ class BackboneConfig:
     port: int = 0
     advertise: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
+    n_slots: int = 1
+    n_lanes: int = 1
+    serving: ServingConfig = field(default_factory=ServingConfig)
     n_draft: int = 0
+    draft_model: Path | None = None
     last_resort: bool = False
+    allowed_peers: frozenset[NodeId] | None = None
     shares_histogram: bool = True
+    local_experts: LocalBudget | None = None
+    fetcher: Callable[[RegistryClient, Pool, BlockStore], Fetch] | None = None
+    audit_share: float = 0.0
+    audit_tolerance: float = DEFAULT_TOLERANCE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +99,9 @@ class RunningBackbone:
     registry: RegistryClient
     pool: Pool
     endpoint: Endpoint
+    local: LocalExperts | None = None
+    keeper: LocalKeeper | None = None
+    drafting: Drafting | None = None
 
 
 @contextlib.asynccontextmanager
@@ -102,7 +134,8 @@ async def open_backbone(
 
     endpoint = Endpoint(identity, host=config.host, port=config.port, handler=handle, serves=SERVES)
     async with endpoint, contextlib.AsyncExitStack() as stack:
-        pool = Pool(endpoint)
+        finder = await stack.enter_async_context(PathFinder(endpoint, takes_calls=True))
+        pool = Pool(endpoint, finder)
         stack.push_async_callback(pool.close)
         kept = RegistryCache(config.folders.cache / f"registry-{identity.node_id.short}.json")
         registry = RegistryClient(endpoint, config.registry, cache=kept)
@@ -114,22 +147,40 @@ async def open_backbone(
             require_exact=config.wire.back is WireForm.EXACT,
         )
         own: OwnExperts | None = None
-        if config.last_resort and prepared.file is not None:
-            own = OwnExperts(config.model_file, manifest.spec, n_threads=config.engine.n_threads)
+        local: LocalExperts | None = None
+        keeper: LocalKeeper | None = None
+        if config.local_experts is not None:
+            local = LocalExperts(manifest.spec, n_threads=config.engine.n_threads)
+            stack.callback(local.close)
+        last_resort = config.model_file if config.last_resort and prepared.file is not None else None
+        if last_resort is not None or local is not None:
+            own = OwnExperts(last_resort, manifest.spec, local=local, n_threads=config.engine.n_threads)
             stack.callback(own.close)
-        holders = Holders(registry, pool, placement, manifest.model_id, own=own)
+        holders = Holders(registry, pool, placement, manifest.model_id, own=own, allowed=config.allowed_peers)
         dispatcher = Dispatcher(manifest.model_id, manifest.spec, holders, config.wire, home=identity.node_id.raw)
+        if config.audit_share:
+            dispatcher.audits = Auditor(
+                holders,
+                dispatcher.replicas,
+                dispatcher.opinion,
+                share=config.audit_share,
+                tolerance=config.audit_tolerance,
+                records=config.folders.state / f"audits-{identity.node_id.short}.json",
+            )
         stack.push_async_callback(dispatcher.close)
-        engine = Engine(prepared.backbone_path, manifest.spec, config.engine, dispatcher)
+        n_slots = -(-config.n_slots // config.n_lanes)  # of a lane
+        lanes = _lanes(prepared, replace(config.engine, n_sequences=n_slots), config.n_lanes, dispatcher)
         numbers = SequenceNumbers(config.folders.state / f"{identity.node_id}.seq")
         announcer = Announcer(
             registry,
             identity,
             numbers,
-            lambda seq, address: _offer(config, identity, prepared, seq, address),
+            lambda seq, address: _offer(config, identity, prepared, seq, _face(config, finder, address)),
         )
         async with _cancelled_at_exit() as tasks:
             tasks.create_task(announcer.run())
+            relays = [RelayAddress(address=each.address, node=each.node) for each in config.registry]
+            tasks.create_task(finder.keep_reservations(relays, announcer.announce_soon))
             tasks.create_task(holders.run())
             if config.shares_histogram:
                 publisher = HistogramPublisher(
@@ -137,27 +188,104 @@ async def open_backbone(
                 )
                 tasks.create_task(publisher.run())
             tasks.create_task(registry.watch(manifest.model_id, lambda news: holders.look_soon()))
-            await engine.start()
-            try:
-                yield RunningBackbone(
-                    manifest=manifest,
-                    name=prepared.name,
-                    backbone=Backbone(
-                        engine,
-                        holders,
-                        f"{prepared.name}@{manifest.model_id.short}",
-                        n_batch=config.engine.n_batch,
-                        n_draft=config.n_draft,
-                    ),
-                    engine=engine,
-                    holders=holders,
-                    dispatcher=dispatcher,
-                    registry=registry,
-                    pool=pool,
-                    endpoint=endpoint,
+            async with _running(lanes):
+                if local is not None:
+                    keeper = _keeper(config, prepared, local, dispatcher, registry, pool)
+                    stack.callback(keeper.save)
+                    tasks.create_task(keeper.run())
+                drafting: Drafting | None = None
+                if config.n_draft:
+                    model = await asyncio.to_thread(_draft_model, config, lanes[0], n_slots)
+                    if model is not None:
+                        stack.callback(model.close)
+                    drafting = Drafting(config.n_draft, local=local, model=model)
+                backbone = Backbone(
+                    lanes,
+                    holders,
+                    f"{prepared.name}@{manifest.model_id.short}",
+                    n_slots=n_slots,
+                    config=replace(config.serving, n_draft=config.n_draft),
+                    proposer=drafting,
+                    audits=dispatcher.audits,
                 )
-            finally:
-                await engine.close()
+                if dispatcher.audits is not None:
+                    dispatcher.audits.on_taint = backbone.taint
+                async with backbone:
+                    yield RunningBackbone(
+                        manifest=manifest,
+                        name=prepared.name,
+                        backbone=backbone,
+                        engine=lanes[0],
+                        holders=holders,
+                        dispatcher=dispatcher,
+                        registry=registry,
+                        pool=pool,
+                        endpoint=endpoint,
+                        local=local,
+                        keeper=keeper,
+                        drafting=drafting,
+                    )
+
+
+def _draft_model(config: BackboneConfig, engine: Engine, n_slots: int) -> DraftModel | None:
+    """Return the smaller model that was asked for, loaded; raises UserError where its vocabulary is another."""
+    if config.draft_model is None:
+        return None
+    model = DraftModel(config.draft_model, n_threads=config.engine.n_threads, n_sequences=n_slots)
+    try:
+        model.require_same_vocabulary(engine.model)
+    except BaseException:
+        model.close()
+        raise
+    return model
+
+
+def _lanes(prepared: PreparedModel, config: EngineConfig, n_lanes: int, dispatcher: Dispatcher) -> list[Engine]:
+    """Return an engine for each lane; all use the first one's weights."""
+    path, spec = prepared.backbone_path, prepared.manifest.spec
+    first = Engine(path, spec, config, dispatcher)
+    return [first, *(Engine(path, spec, config, dispatcher, shares=first) for _ in range(n_lanes - 1))]
+
+
+@contextlib.asynccontextmanager
+async def _running(lanes: Sequence[Engine]) -> AsyncIterator[None]:
+    """Start engines, the first of which the others share, and close them in the other order."""
+    async with contextlib.AsyncExitStack() as stack:
+        for engine in lanes:
+            await engine.start()
+            stack.push_async_callback(engine.close)
+        yield
+
+
+def _keeper(
+    config: BackboneConfig,
+    prepared: PreparedModel,
+    local: LocalExperts,
+    dispatcher: Dispatcher,
+    registry: RegistryClient,
+    pool: Pool,
+) -> LocalKeeper:
+    """Return what keeps the local experts; raises UserError where none can be kept. How much is free is asked now."""
+    assert config.local_experts is not None
+    fetch: Fetch | None = None
+    source: BlockSource
+    if prepared.file is not None:
+        source = GgufSource(prepared.file)
+    elif config.fetcher is not None:
+        source = store = BlockStore(config.folders.cache, prepared.manifest)
+        fetch = config.fetcher(registry, pool, store)
+    else:
+        raise UserError("--local-experts needs the whole model file, or peers to fetch from")
+    return LocalKeeper(
+        local,
+        dispatcher.popularity,
+        prepared.manifest,
+        source,
+        budget_bytes=config.local_experts.settle(prepared.manifest.spec),
+        state=config.folders.state,
+        now=dispatcher.now,
+        fetch=fetch,
+    )
 
 
 @contextlib.asynccontextmanager
@@ -185,7 +313,11 @@ async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
         raise failure
 
 
-def _offer(config: BackboneConfig, identity: Identity, prepared: PreparedModel, seq: int, address: str) -> ModelOffer:
+def _face(config: BackboneConfig, finder: PathFinder, address: str) -> Face:
+    return finder.face(config.advertise or address, is_advertised=config.advertise is not None)
+
+
+def _offer(config: BackboneConfig, identity: Identity, prepared: PreparedModel, seq: int, face: Face) -> ModelOffer:
     spec = prepared.manifest.spec
     return ModelOffer(
         node=identity.node_id,
@@ -198,6 +330,8 @@ def _offer(config: BackboneConfig, identity: Identity, prepared: PreparedModel, 
         moe_layers=format_index_set(spec.moe_layers),
         n_embd=spec.n_embd,
         size_bytes=prepared.size_bytes,
-        addresses=(config.advertise or address,),
+        addresses=face.addresses,
+        is_public=face.is_public,
+        vouchers=face.vouchers,
         offers_blocks=prepared.offers_blocks,
     )

@@ -11,10 +11,13 @@ and forgets the drafts that were refused:
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 
 from swarm.backbone.engine import Engine
 from swarm.speculation.accept import DraftStats, accept
+from swarm.speculation.controller import Controller
+from swarm.speculation.drafter import Drafter
 from swarm.speculation.ngram import NgramDrafter
 
 logger = logging.getLogger(__name__)
@@ -33,6 +36,7 @@ class Continuation:
         n_batch: int,
         n_draft: int = 0,
         stats: DraftStats | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """Prepare.
 
@@ -40,12 +44,13 @@ class Continuation:
             draw: draws a token from a row of the last step's logits (index as in `LlamaContext.logits`); called on the
                 engine's thread.
             n_draft: most tokens drafted in a step; 0: no drafts.
+            drafter: who drafts them, told of each step if it is a `Controller`; None: prompt lookup, always.
         """
         self._engine = engine
         self._draw = draw
         self._n_batch = n_batch
         self._n_draft = min(n_draft, n_batch - 1)
-        self._drafter = NgramDrafter()
+        self._drafter = NgramDrafter() if drafter is None else drafter
         self._tokens: list[int] = []
         self.stats = stats if stats is not None else DraftStats()
 
@@ -83,27 +88,31 @@ class Continuation:
             ExpertUnavailable, EngineError: nothing was drawn and the cache is as it was; the step can be tried again. (Not so
                 if a memory that cannot go back fails while it is computed anew: then this sequence is lost.)
         """
-        draft_tokens = self._drafts(n_most - 1)
-        drawn = await self._engine.call(lambda: self._run(draft_tokens))
-        self.stats.count(len(draft_tokens), len(drawn))
+        n_drafted, drawn = await self._engine.call(lambda: self._run(n_most - 1))
+        self.stats.count(n_drafted, len(drawn))
         self._remember(drawn)
         return drawn
 
     def _drafts(self, n_most: int) -> list[int]:
-        draft_tokens = self._drafter.draft(min(self._n_draft, n_most))
+        n = min(self._n_draft, n_most)
+        draft_tokens = self._drafter.propose(self._tokens, n)[:n] if n > 0 else []
         for index, token in enumerate(draft_tokens):
             if self._engine.model.is_end_of_generation(token):
                 return draft_tokens[:index]  # nothing follows it: its row would be of no use
         return draft_tokens
 
-    def _run(self, draft_tokens: list[int]) -> list[int]:
-        """One step, on the engine's thread."""
+    def _run(self, n_most: int) -> tuple[int, list[int]]:
+        """One step, on the engine's thread; return how many tokens were drafted, and what was drawn."""
+        draft_tokens = self._drafts(n_most)
         position = len(self._tokens) - 1
+        began_at = time.perf_counter()
         self._engine.decode([self._tokens[-1], *draft_tokens], position, "all")
+        if isinstance(self._drafter, Controller):
+            self._drafter.observe(1 + len(draft_tokens), time.perf_counter() - began_at)
         drawn = accept(draft_tokens, self._draw)
         if len(drawn) <= len(draft_tokens):
             self._forget(position + len(drawn), [*self._tokens, *drawn[:-1]])
-        return drawn
+        return len(draft_tokens), drawn
 
     def _forget(self, position: int, kept: list[int]) -> None:
         """Remove everything from `position` on from the cache; `kept` is what stays."""
@@ -118,5 +127,3 @@ class Continuation:
 
     def _remember(self, tokens: list[int]) -> None:
         self._tokens += tokens
-        if self._n_draft:
-            self._drafter.extend(tokens)

@@ -18,7 +18,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -27,10 +27,11 @@ import numpy as np
 import numpy.typing as npt
 
 from swarm.backbone.moe_hook import ExpertBackend, LayerResult, MoeHook, OverlapStats
-from swarm.errors import ConnectionLost, EngineError, SwarmError
+from swarm.dispatch.origin import Origin, OriginPart, StepOrigins, next_sequence
+from swarm.errors import ConnectionLost, EngineError, ExpertUnavailable, SwarmError
 from swarm.model.spec import ModelSpec
 from swarm.native.library import use_exact_kernels
-from swarm.native.llama import LlamaContext, LlamaModel
+from swarm.native.llama import BatchPart, LlamaContext, LlamaModel
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,9 @@ class LayerDispatcher(Protocol):
         x: npt.NDArray[np.float32],
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
+        origin: Origin | None = None,
     ) -> Coroutine[Any, Any, npt.NDArray[np.float32]]:
-        """Return the routed experts' output, [T, D] float32."""
+        """Return the routed experts' output, [T, D] float32; `origin`: of the rows, where it is known."""
         ...
 
 
@@ -56,7 +58,9 @@ class EngineConfig:
     """How llama.cpp runs the backbone.
 
     Attributes:
-        n_ctx: tokens of the KV cache; 0 takes the model's own, up to 4096.
+        n_ctx: tokens of each sequence; 0 takes the model's own, up to 4096.
+        n_sequences: that the KV cache has room for at once.
+        kv_types: of K and of V in the cache; see `swarm.native.llama.KV_TYPES`.
         n_batch, n_ubatch: most tokens of a call and of one graph; an ubatch is what one dispatch of a layer carries.
         exact_kernels: no repacked weights, no tiled kernels: sums in the order of every other such build.
         overlaps: run the shared expert during the round trip.
@@ -68,6 +72,19 @@ class EngineConfig:
     n_threads: int = 1
     exact_kernels: bool = False
     overlaps: bool = True
+    n_sequences: int = 1
+    kv_types: tuple[str, str] = ("f16", "f16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart(BatchPart):
+    """What one sequence adds to a step.
+
+    Attributes:
+        origin: the sequence's id of `swarm.dispatch.origin.next_sequence`; `sequence` is llama.cpp's own number.
+    """
+
+    origin: int
 
 
 class _Step:
@@ -85,9 +102,11 @@ class _Flight:
     A plain lock and one callback: 19 us there and back (uvloop, measured), 26 with `run_coroutine_threadsafe`.
     """
 
-    def __init__(self, forget: Callable[[_Flight], None]) -> None:
+    def __init__(self, forget: Callable[[_Flight], None], live: npt.NDArray[np.bool_] | None = None) -> None:
+        """`live`: which rows of the layer were dispatched; None: all."""
         self.done_at: float | None = None
         self._forget = forget
+        self._live = live
         self._is_under_way = threading.Lock()
         self._is_under_way.acquire()
         self._task: asyncio.Task[npt.NDArray[np.float32]] | None = None
@@ -99,7 +118,12 @@ class _Flight:
             assert self._task is not None
             if self._task.cancelled():
                 raise concurrent.futures.CancelledError
-            return self._task.result()
+            rows = self._task.result()
+        if self._live is None:
+            return rows
+        padded = np.zeros((len(self._live), *rows.shape[1:]), rows.dtype)
+        padded[self._live] = rows
+        return padded
 
     def start(self, layer: Coroutine[Any, Any, npt.NDArray[np.float32]]) -> None:
         """Begin; on the loop."""
@@ -122,6 +146,17 @@ class _Flight:
         self._is_under_way.release()
 
 
+class _Zeros:
+    """The answer for rows that nobody needs any more."""
+
+    def __init__(self, x: npt.NDArray[np.float32]) -> None:
+        self._rows = np.zeros_like(x)
+
+    def result(self) -> npt.NDArray[np.float32]:
+        """Return zeros, [T, D]."""
+        return self._rows
+
+
 class _Bridge(ExpertBackend):
     """Takes a layer from the engine's thread to the dispatcher on the loop, for the one step that is under way."""
 
@@ -133,6 +168,9 @@ class _Bridge(ExpertBackend):
         self._step: _Step | None = None
         self._abort_reason: SwarmError | None = None  # of this step
         self._end_reason: SwarmError | None = None  # of this step and all that follow
+        self.origins: StepOrigins | None = None  # of the step under way; on the engine's thread
+        self._latest: tuple[int, npt.NDArray[np.int32], Origin] | None = None  # layer, choice and origin; likewise
+        self._dropped: set[int] = set()  # sequences of this step whose rows are dispatched no more
 
     def begin(
         self,
@@ -145,8 +183,22 @@ class _Bridge(ExpertBackend):
         with self._lock:
             if self._end_reason or self._abort_reason:
                 raise self.reason
-            flight = _Flight(self._forget)
-            self._loop.call_soon_threadsafe(self._start, flight, layer, x, topk_ids, topk_weights)
+            origin = self.origins.of(layer, len(topk_ids)) if self.origins is not None else None
+            live: npt.NDArray[np.bool_] | None = None
+            if origin is not None:
+                if self._dropped:
+                    live = ~np.isin(origin.sequences, list(self._dropped))
+                    if not live.any():
+                        return _Zeros(x)
+                    x, topk_ids, topk_weights, origin = (
+                        x[live],
+                        topk_ids[live],
+                        topk_weights[live],
+                        origin.of(live.nonzero()[0]),
+                    )
+                self._latest = layer, topk_ids, origin
+            flight = _Flight(self._forget, live)
+            self._loop.call_soon_threadsafe(self._start, flight, layer, x, topk_ids, topk_weights, origin)
             self._in_flight.add(flight)
         return flight
 
@@ -157,8 +209,9 @@ class _Bridge(ExpertBackend):
         x: npt.NDArray[np.float32],
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
+        origin: Origin | None,
     ) -> None:
-        flight.start(self._dispatcher.dispatch(layer, x, topk_ids, topk_weights))
+        flight.start(self._dispatcher.dispatch(layer, x, topk_ids, topk_weights, origin))
 
     @property
     def reason(self) -> SwarmError:
@@ -172,7 +225,20 @@ class _Bridge(ExpertBackend):
                 raise self._end_reason
             if not step.is_given_up:
                 self._step, self._abort_reason = step, None
+                self._dropped.clear()
             return not step.is_given_up
+
+    def drop(self, sequence: int) -> None:
+        """Dispatch no more rows of this sequence in the step under way: its text is of no use any more."""
+        with self._lock:
+            self._dropped.add(sequence)
+
+    def chose(self, layer: int, experts: Sequence[int]) -> set[int]:
+        """Return which sequences of the layer dispatched last chose one of these experts there."""
+        if self._latest is None or self._latest[0] != layer:
+            return set()
+        _, topk_ids, origin = self._latest
+        return set(origin.sequences[np.isin(topk_ids, experts).any(axis=1)].tolist())
 
     def give_up(self, step: _Step, reason: SwarmError) -> bool:
         """End the step's layer under way and refuse its further ones; False when it has not begun and never will.
@@ -203,10 +269,24 @@ class _Bridge(ExpertBackend):
 
 
 class Engine:
-    """One llama.cpp model and context on a thread of their own."""
+    """A llama.cpp context on a thread of its own: one lane. Several may share one model's weights."""
 
-    def __init__(self, path: Path, spec: ModelSpec, config: EngineConfig, dispatcher: LayerDispatcher) -> None:
-        """Prepare an engine for a backbone file (stub experts); `start` loads it."""
+    def __init__(
+        self,
+        path: Path,
+        spec: ModelSpec,
+        config: EngineConfig,
+        dispatcher: LayerDispatcher,
+        *,
+        shares: Engine | None = None,
+    ) -> None:
+        """Prepare an engine for a backbone file (stub experts); `start` loads it.
+
+        Args:
+            shares: a running engine whose weights this one uses; it must be closed after this one.
+        """
+        self._shares = shares
+        self._origin = 0  # of the one sequence that `decode` computes
         self._path = path
         self._spec = spec
         self._config = config
@@ -288,25 +368,109 @@ class Engine:
             ExpertUnavailable: a layer could not be computed. The KV cache is as it was before.
             EngineError: llama.cpp failed; the KV cache is as it was before.
         """
+        if first_position == 0 or not self._origin:
+            self._origin = next_sequence()
+        part = StepPart(tokens=tokens, first_position=first_position, logits=logits, origin=self._origin)
+        try:
+            self.decode_parts((part,))
+        except SwarmError:
+            self.roll_back((part,))
+            raise
+
+    def draft_row(
+        self,
+        token: int,
+        position: int,
+        sequence: int,
+        experts: ExpertBackend,
+        left_out: Mapping[int, npt.NDArray[np.intp]],
+    ) -> npt.NDArray[np.float32]:
+        """Return the logits [V] after one more token of a sequence, as `experts` alone would have them; on this thread.
+
+        The token stays in the KV cache, as no real step would have computed it: remove it before the next one.
+
+        Raises:
+            SwarmError: it could not be computed; the token may be in the KV cache.
+        """
+        assert self._hook is not None
+        error: BaseException | None = None
+        with self._hook.drafting(experts, left_out):
+            try:
+                self.context.decode([token], first_position=position, sequence=sequence, logits="last")
+            except EngineError as failure:
+                error = failure
+            failures = (self._hook.take_error(), self.context.take_callback_error(), error)
+        error = next((failure for failure in failures if failure is not None), None)
+        if error is None:
+            return self.context.logits(-1)
+        if isinstance(error, SwarmError):
+            raise error
+        raise EngineError(f"a draft failed: {error!r}") from error
+
+    def decode_parts(self, parts: Sequence[StepPart]) -> None:
+        """Compute tokens of several sequences in one batch; a step, so call it through `call`.
+
+        Raises:
+            ExpertUnavailable, EngineError: as `decode`; a part of it may be in the KV cache: `roll_back`.
+        """
         assert self._hook is not None
         assert self._bridge is not None
+        self._bridge.origins = StepOrigins(
+            [
+                OriginPart(
+                    sequence=part.origin,
+                    first_position=part.first_position,
+                    n_rows=len(part.tokens),
+                    logits=part.logits,
+                )
+                for part in parts
+            ],
+            n_ubatch=self._config.n_ubatch,
+        )
         error: BaseException | None = None
         try:
-            self.context.decode(tokens, first_position=first_position, logits=logits)
+            self.context.decode_parts(parts)
         except EngineError as failure:
             error = failure
         # All are taken: one that stayed behind would fail the next step. The hook's own came first.
-        failures = (self._hook.take_error(), self.context.take_callback_error(), error)
+        failures = (self._hook.take_error(has_run=error is None), self.context.take_callback_error(), error)
         error = next((failure for failure in failures if failure is not None), None)
         if error is None:
             return
-        if not self.context.remove(0, first_position):
-            self.context.clear()  # a memory that cannot forget a part: the whole sequence has to go
         if isinstance(error, SwarmError):
             raise error
         if isinstance(error, concurrent.futures.CancelledError):
             raise self._bridge.reason from error
         raise EngineError(f"a layer failed: {error!r}") from error
+
+    def roll_back(self, parts: Sequence[StepPart]) -> list[int]:
+        """Remove a failed step from the KV cache; return the origins of the sequences that had to go as a whole."""
+        lost = []
+        for part in parts:
+            if not self.context.remove(part.sequence, part.first_position):
+                self.context.remove(part.sequence, 0)  # a memory that cannot forget a part
+                lost.append(part.origin)
+        return lost
+
+    def concerned(self, error: BaseException) -> set[int]:
+        """Return the origins of the sequences that needed what the last step failed for; empty if that is not known."""
+        assert self._bridge is not None
+        return self._bridge.chose(error.layer, error.experts) if isinstance(error, ExpertUnavailable) else set()
+
+    def drop(self, origin: int) -> None:
+        """Ask nobody any more for a sequence's rows in the step under way; from any thread."""
+        if self._bridge is not None:
+            self._bridge.drop(origin)
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that each sequence has room for."""
+        return self.context.n_ctx // self._config.n_sequences
+
+    @property
+    def n_batch(self) -> int:
+        """Most tokens of a step."""
+        return self.context.n_batch
 
     async def close(self) -> None:
         """Give up the step under way and free everything. A second call does nothing."""
@@ -320,14 +484,24 @@ class Engine:
 
     def _load(self) -> None:
         config = self._config
-        # Only where nothing is repacked does a mapped file cost less memory than one that was read.
-        self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels, is_mapped=config.exact_kernels)
+        if self._shares is not None:
+            self._model = self._shares.model
+        else:
+            # Only where nothing is repacked does a mapped file cost less memory than one that was read.
+            self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels, is_mapped=config.exact_kernels)
         assert self._bridge is not None
-        self._hook = MoeHook(self._spec.moe_layers, self._bridge, overlaps=config.overlaps)
+        self._hook = MoeHook(
+            self._spec.moe_layers,
+            self._bridge,
+            overlaps=config.overlaps,
+            output=self._spec.expert_kind.output_node,
+        )
         n_ctx = config.n_ctx or min(self._model.n_ctx_train or 4096, 4096)
         self._context = LlamaContext(
             self._model,
-            n_ctx=n_ctx,
+            n_ctx=n_ctx * config.n_sequences,
+            n_seq_max=config.n_sequences,
+            kv_types=config.kv_types,
             n_batch=config.n_batch,
             n_ubatch=config.n_ubatch,
             n_threads=config.n_threads,
@@ -354,7 +528,8 @@ class Engine:
             self._context.close()
             self._context = None
         if self._model is not None:
-            self._model.close()
+            if self._shares is None:
+                self._model.close()
             self._model = None
 
 

@@ -2,6 +2,7 @@
 
 llama.cpp calls back for every node of its graph, before (`ask`) and, for the nodes asked for, after computing it:
 
+    ffn_moe_logits-N     after   only while drafting: put out of reach the experts that the draft does without
     ffn_moe_weights*-N   before  remember the last one: the router's final weights [T, K]
     ffn_moe_up-N         after   its src[1] is x [T, D], its src[2] the top-k ids [T, K] (a strided view): begin
       (or ffn_moe_gate_up-N, where the file has both in one tensor)
@@ -22,9 +23,11 @@ anybody, and the engine rolls the step back (`take_error`). It runs on the engin
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import re
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -33,16 +36,19 @@ import numpy.typing as npt
 
 from swarm.backbone.stub_nodes import MAX_SOURCES, StubNodes
 from swarm.errors import EngineError
+from swarm.model.expert_kinds import OUTPUT_NODE
 from swarm.native.ggml import read_tensor, tensor_name, tensor_source, view_tensor, write_tensor
 from swarm.native.layouts import GgmlTensor
 
-_NAME = re.compile(r"ffn_moe_(weights|up|gate_up|gate|out)[a-z_]*-(\d+)")
-_MATTERS = (b"ffn_moe_weights", b"ffn_moe_up", b"ffn_moe_gate", b"ffn_moe_out")  # what names of `_NAME` begin with
+_NAME = re.compile(r"ffn_moe_(logits|weights|up|gate_up|gate|out)((?<=weights)[a-z_]*)?-(\d+)")
+# What names of `_NAME` begin with.
+_MATTERS = (b"ffn_moe_logits", b"ffn_moe_weights", b"ffn_moe_up", b"ffn_moe_gate", b"ffn_moe_out")
 _NAME_OFFSET = GgmlTensor.name.offset
 # The first eight characters of every name above, as one number: nearly all of a graph's nodes are turned away by one
 # comparison, which matters because the callback runs for each of them.
 _PREFIX = int.from_bytes(b"ffn_moe_", "little")
 _word_at = ctypes.c_uint64.from_address
+LEFT_OUT = -1e30  # a router's logit: its softmax and sigmoid are 0, and it is finite, so that no NaN comes of it
 
 
 class LayerResult(Protocol):
@@ -96,6 +102,36 @@ class _NoRows:
         return np.empty(0, np.float32)
 
 
+class _WeightedRows:
+    """The answer for a layer whose rows the graph has multiplied with the router's weights before the experts (llama4).
+
+    Each choice then has a row of its own, so it is asked for as one row with one expert; the sums are made here, in
+    llama.cpp's order.
+    """
+
+    def __init__(
+        self, experts: ExpertBackend, layer: int, x: npt.NDArray[np.float32], ids: npt.NDArray[np.int32]
+    ) -> None:
+        """Ask for x, [.., T, K, D], and ids [T, K]."""
+        self._shape = (*ids.shape, x.shape[-1])
+        n_pairs = ids.size
+        ones = np.ones((n_pairs, 1), np.float32)
+        self._answer = experts.begin(layer, x.reshape(n_pairs, -1), ids.reshape(n_pairs, 1), ones)
+
+    @property
+    def done_at(self) -> float | None:
+        """When the answer was there, if it says so."""
+        at: float | None = getattr(self._answer, "done_at", None)
+        return at
+
+    def result(self) -> npt.NDArray[np.float32]:
+        rows = self._answer.result().reshape(self._shape)  # [T, K, D]
+        total = rows[:, 0].copy()
+        for k in range(1, self._shape[1]):
+            total += rows[:, k]
+        return total
+
+
 @dataclass(slots=True)
 class OverlapStats:
     """How much local work ran while a layer's answer was on its way; seconds, sums over all layers so far.
@@ -145,8 +181,23 @@ class _Lesson:
 class MoeHook:
     """The eval callback of one llama.cpp context."""
 
-    def __init__(self, moe_layers: tuple[int, ...], experts: ExpertBackend, *, overlaps: bool = True) -> None:
-        """`overlaps` False waits at `ffn_moe_out` always: for comparison."""
+    def __init__(
+        self,
+        moe_layers: tuple[int, ...],
+        experts: ExpertBackend,
+        *,
+        overlaps: bool = True,
+        output: str = OUTPUT_NODE,
+    ) -> None:
+        """Watch graphs of a model.
+
+        Args:
+            overlaps: False waits at the output node always: for comparison.
+            output: what the model's graph calls that node, where not `ffn_moe_out` (`ExpertKind.output_node`).
+        """
+        self._output = output
+        self._written: set[int] = set()  # layers whose output was written since the last `take_error`
+        self._own_output = None if output == OUTPUT_NODE else re.compile(re.escape(output) + r"-(\d+)")
         self.overlap = OverlapStats()
         self._at_once = experts if isinstance(experts, AtOnceBackend) else None
         self._overlaps = overlaps and self._at_once is None
@@ -159,13 +210,16 @@ class MoeHook:
         self._stubs = StubNodes()
         self._kinds: dict[bytes, tuple[str, int] | None] = {}  # name -> kind and layer of a node that matters
         self._boring: set[int] = set()  # the next eight characters of names with which none begins that matters
-        self._is_watching = False  # each node: for a lesson, a node to wait at, or dead ones
+        # Each node: for a lesson, a node to wait at, or dead ones; always where the output has a name of its own.
+        self._is_watching = self._own_output is not None
         self._weights: dict[int, int] = {}  # layer -> pointer of the last ffn_moe_weights* node of this graph
         self._put_off: dict[
             int, int
         ] = {}  # layer -> pointer of the stub's product: computed once ffn_moe_out is reached
         self._places: dict[int, _Places] = {}  # layer -> of its latest graph
         self._pending: dict[int, LayerResult] = {}
+        self._left_out: Mapping[int, npt.NDArray[np.intp]] = {}  # while drafting: layer -> experts not to be chosen
+        self._weighted: set[int] = set()  # layers whose rows come with the router's weights in them
         self._error: BaseException | None = None
 
     def __call__(self, tensor: int, ask: bool) -> bool:
@@ -177,11 +231,18 @@ class MoeHook:
                 if not ask:
                     self._write(self._deferred.layer, self._deferred.out)
                     self._deferred = None
-                    self._is_watching = False
+                    self._is_watching = self._own_output is not None
                 return True
             if ask and self._stubs.is_searching:
                 self._stubs.follow(tensor)
-            self._is_watching = self._stubs.is_searching or self._lesson is not None or self._deferred is not None
+            self._is_watching = (
+                self._stubs.is_searching
+                or self._lesson is not None
+                or self._deferred is not None
+                or self._own_output is not None
+            )
+            if self._own_output is not None and (match := self._own_output.fullmatch(tensor_name(tensor))):
+                return self._handle("out", int(match[1]), tensor, ask)
         if _word_at(tensor + _NAME_OFFSET).value != _PREFIX:
             return not ask
         word = _word_at(tensor + _NAME_OFFSET + 8).value
@@ -196,9 +257,14 @@ class MoeHook:
                 self._boring.add(word)
         if found is None:  # "ffn_moe_up-3 (view)" and the like
             return not ask
-        kind, layer = found
+        return self._handle(*found, tensor, ask)
+
+    def _handle(self, kind: str, layer: int, tensor: int, ask: bool) -> bool:
         if ask:
             return self._is_wanted(kind, layer, tensor)
+        if kind == "logits":
+            _matrix(view_tensor(tensor))[:, self._left_out[layer]] = LEFT_OUT
+            return True
         if kind == "out":
             product = self._put_off.pop(layer, None)
             if product is None:
@@ -217,6 +283,8 @@ class MoeHook:
         if kind == "weights":
             self._weights[layer] = tensor
             return False
+        if kind == "logits":
+            return layer in self._left_out
         if kind == "out":
             if self._stubs.is_searching:
                 self._stubs.end(layer)
@@ -235,7 +303,7 @@ class MoeHook:
             self._is_watching = True
         if kind == "gate":
             return False
-        if self._at_once is not None and not is_new and self._stubs.is_closed(layer):
+        if self._at_once is not None and not is_new and self._stubs.is_closed(layer) and layer not in self._weighted:
             self._put_off[layer] = tensor
             return False
         return True
@@ -247,9 +315,33 @@ class MoeHook:
         else:
             lesson.last = tensor_name(tensor)
 
-    def take_error(self) -> BaseException | None:
-        """Return the first error since the last call, and make the hook ready for the next step."""
+    @contextlib.contextmanager
+    def drafting(self, experts: ExpertBackend, left_out: Mapping[int, npt.NDArray[np.intp]]) -> Iterator[None]:
+        """Ask `experts` instead of the usual ones in this block, and keep the router from choosing some; between two steps.
+
+        Args:
+            left_out: layer -> ids of experts that are not to be chosen. A router that adds a bias later may still do it.
+        """
+        usual = self._experts, self._at_once
+        self._experts, self._at_once, self._left_out = experts, None, left_out
+        try:
+            yield
+        finally:
+            (self._experts, self._at_once), self._left_out = usual, {}
+
+    def take_error(self, *, has_run: bool = False) -> BaseException | None:
+        """Return the first error since the last call, and make the hook ready for the next step.
+
+        `has_run`: llama.cpp has computed the step. Then a layer whose output was not written is an error too: its graph has other
+        nodes than this hook knows, and its logits are those of a stub.
+        """
         error, self._error = self._error, None
+        if error is None and has_run and not self._pending and not self._moe_layers.issubset(self._written):
+            missed = sorted(self._moe_layers.difference(self._written))
+            error = EngineError(
+                f"the graph of layers {missed[:8]} is not known: {self._output} or its experts' products were not seen"
+            )
+        self._written.clear()
         if error is None and self._pending:
             error = EngineError(f"the graph has no node to wait at for layers {sorted(self._pending)}")
             self._boundaries.clear()  # should a graph ever lack a node that another had: learn anew
@@ -258,7 +350,7 @@ class MoeHook:
         self._put_off.clear()
         self._stubs.forget()
         self._deferred = self._lesson = None
-        self._is_watching = False
+        self._is_watching = self._own_output is not None
         return error
 
     def _begin(self, layer: int, tensor: int) -> None:
@@ -266,9 +358,15 @@ class MoeHook:
             return
         try:
             x_node, ids_node = self._inputs(layer, tensor)
+            if _is_weighted(x_node):
+                self._weighted.add(layer)
             ids = _matrix(read_tensor(ids_node))  # [T, K]
             if len(ids) == 0:
                 self._pending[layer] = _NoRows()
+                return
+            if _is_weighted(x_node):
+                self._began_at[layer] = time.perf_counter()
+                self._pending[layer] = _WeightedRows(self._experts, layer, read_tensor(x_node), ids)
                 return
             x = read_tensor(x_node).reshape(len(ids), -1)  # [T, 1, D] -> [T, D]
             weights = read_tensor(self._weights[layer]).reshape(ids.shape)  # [T, 1, K] or [T, K, 1] -> [T, K]
@@ -288,6 +386,7 @@ class MoeHook:
 
     def _compute_at_once(self, layer: int, product: int, out: int) -> None:
         assert self._at_once is not None
+        self._written.add(layer)
         if self._error is None:
             try:
                 places = self._places.get(layer)
@@ -308,6 +407,7 @@ class MoeHook:
         _write_zeros(out)
 
     def _write(self, layer: int, tensor: int) -> None:
+        self._written.add(layer)
         if self._error is None:
             try:
                 pending = self._pending.pop(layer, None)
@@ -331,6 +431,11 @@ class MoeHook:
         self.overlap.waited_s += time.perf_counter() - reached_at
 
 
+def _is_weighted(x_node: int) -> bool:
+    """Return whether an expert product's input is already multiplied with the router's weights."""
+    return tensor_name(x_node).startswith("ffn_moe_weighted")
+
+
 def _write_zeros(tensor: int) -> None:
     """Zeros, not what the stub left: a NaN would make later layers' routers pick out-of-range experts."""
     shape = tuple(GgmlTensor.from_address(tensor).ne[::-1])
@@ -339,7 +444,7 @@ def _write_zeros(tensor: int) -> None:
 
 def _kind_of(name: bytes) -> tuple[str, int] | None:
     match = _NAME.fullmatch(name.decode("utf-8", "replace"))
-    return (match[1], int(match[2])) if match is not None else None
+    return (match[1], int(match[3])) if match is not None else None
 
 
 def _matrix(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

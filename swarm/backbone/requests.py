@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
@@ -17,6 +17,8 @@ class SamplingParams:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of tokens whose mass reaches p; 1 keeps all.
         min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
+        repeat_penalty: divides the logits of tokens drawn before, in llama.cpp's way; 1 changes nothing.
+        logit_bias: (token, what is added to its logit); minus infinity bans the token.
         seed: of the sampler's generator; None draws one.
     """
 
@@ -26,6 +28,8 @@ class SamplingParams:
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repeat_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -40,6 +44,24 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             if not -2 <= getattr(self, name) <= 2:
                 raise ValueError(f"{name} out of range: got {getattr(self, name)}, expected -2 to 2")
+        if not 0 < self.repeat_penalty <= 10:
+            raise ValueError(f"repeat_penalty out of range: got {self.repeat_penalty}, expected above 0 and at most 10")
+
+
+class GrammarKind(StrEnum):
+    """What the text of a `Grammar` is."""
+
+    JSON_SCHEMA = "json_schema"
+    GBNF = "gbnf"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grammar:
+    """What an answer must look like, to the token."""
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +72,10 @@ class GenerationRequest:
         prompt: text (tokenised with the model's own special tokens when `parse_special`), or token ids.
         max_tokens: most tokens to generate; None goes on to the end of the context.
         stop: texts that end the answer and are not part of it.
+        grammar: what the answer must look like; None: anything.
+        n_logprobs: tell each token's log probability, and those of this many likeliest; None tells none.
+        is_stream: False: nothing is read before the answer is complete, so until then it can be computed anew.
+        shows_special: write control tokens in the answer as text too, for whoever reads calls of tools from it.
     """
 
     prompt: str | tuple[int, ...]
@@ -57,6 +83,10 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     parse_special: bool = False
+    grammar: Grammar | None = None
+    n_logprobs: int | None = None
+    shows_special: bool = False
+    is_stream: bool = True
 
 
 class FinishReason(StrEnum):
@@ -67,18 +97,35 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token's natural logarithm of its probability, before temperature, penalties and grammar.
+
+    Attributes:
+        piece: the token's bytes, perhaps a part of a character.
+        likeliest: (piece, log probability) of the likeliest tokens, best first.
+    """
+
+    piece: bytes
+    logprob: float
+    likeliest: tuple[tuple[bytes, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextDelta:
     """A piece of an answer. `text` may be empty while a multi-byte character is incomplete.
 
     Attributes:
         n_prompt_tokens, n_completion_tokens: counts so far.
         finish_reason: set on the last delta only.
+        logprobs: of the tokens drawn since the delta before, if asked for. Their text may be in a later delta, or, after a
+            stop text, in none.
     """
 
     text: str
     n_prompt_tokens: int
     n_completion_tokens: int
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class TextGenerator(Protocol):
@@ -102,6 +149,14 @@ class TextGenerator(Protocol):
     @property
     def special_tokens(self) -> dict[str, str]:
         """`bos_token` and `eos_token` as text, for the chat template."""
+        ...
+
+    def tokenize(self, request: GenerationRequest) -> list[int]:
+        """Return the prompt's tokens; takes a good part of a second for a long text. Raises UserError as `generate`."""
+        ...
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, control tokens included. Raises UserError for an unknown token."""
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:

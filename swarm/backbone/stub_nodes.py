@@ -11,9 +11,10 @@ uses again stays as it is, so that a graph's second pass costs one look at its f
 
 from __future__ import annotations
 
-from swarm.native.ggml import op_code, set_tensor_op, tensor_op, tensor_source
+from swarm.native.ggml import op_code, set_tensor_op, tensor_name, tensor_op, tensor_source
 
 MAX_SOURCES = 10  # GGML_MAX_SRC, by the layout of ggml_tensor
+STUB_WEIGHTS = ("_up_exps.weight", "_gate_exps.weight", "_gate_up_exps.weight")  # ends of their names in a GGUF file
 VIEWS = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")  # operations that compute nothing
 
 
@@ -35,9 +36,15 @@ class StubNodes:
         return bool(self._dead)
 
     def is_product(self, tensor: int) -> bool:
-        """Return whether a node is a stub's product, or was one that is turned off."""
+        """Return whether a node is a stub's product, or was one that is turned off.
+
+        A second group of experts, which stays in the backbone, has products of the same name; their weights are called otherwise.
+        """
         op = tensor_op(tensor)
-        return op == self._product or (op == self._none and tensor in self._products)
+        if op == self._product:
+            weights = tensor_source(tensor, 0)
+            return weights is not None and tensor_name(weights).endswith(STUB_WEIGHTS)
+        return op == self._none and tensor in self._products
 
     def is_off(self, tensor: int) -> bool:
         """Return whether a node was turned off in an earlier pass over this graph."""

@@ -34,14 +34,12 @@ class TextStream:
             self.is_stopped = True
             certain, self._held = self._held[: min(found)], ""
             return certain
-        n_held = max((self._overlap(stop) for stop in self._stop), default=0)
+        n_held = max((overlap(self._held, stop) for stop in self._stop), default=0)
         cut = len(self._held) - n_held
         certain, self._held = self._held[:cut], self._held[cut:]
         return certain
 
-    def _overlap(self, stop: str) -> int:
-        """Return how many last characters of the held text begin `stop`."""
-        for n in range(min(len(stop) - 1, len(self._held)), 0, -1):
-            if self._held.endswith(stop[:n]):
-                return n
-        return 0
+
+def overlap(text: str, mark: str) -> int:
+    """Return how many last characters of the text begin `mark`; all of `mark` does not count."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

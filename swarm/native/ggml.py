@@ -47,7 +47,18 @@ class _Ggml:
         self.free = find("ggml_free", None, p)
         self.new_tensor = find("ggml_new_tensor", p, p, i32, i32, ctypes.POINTER(i64))
         self.mul_mat_id = find("ggml_mul_mat_id", p, p, p, p, p)
-        self.swiglu_split = find("ggml_swiglu_split", p, p, p, p)
+        f32 = ctypes.c_float
+        self.glu_splits = {
+            name: find(f"ggml_{name}_split", p, p, p, p) for name in ("swiglu", "geglu", "reglu")
+        }  # of (gate, up)
+        self.unary = {
+            name: find(f"ggml_{name}", p, p, p) for name in ("silu", "gelu", "relu", "sqr", "tanh", "sigmoid")
+        }
+        self.swiglu_oai = find("ggml_swiglu_oai", p, p, p, p, f32, f32)
+        self.swiglu_clamp = find("ggml_swiglu_clamp", p, p, p, p, f32)
+        self.clamp = find("ggml_clamp", p, p, p, f32, f32)
+        self.scale = find("ggml_scale", p, p, p, f32)
+        self.add_id = find("ggml_add_id", p, p, p, p, p)
         self.mul = find("ggml_mul", p, p, p, p)
         self.mul_inplace = find("ggml_mul_inplace", p, p, p, p)
         self.add = find("ggml_add", p, p, p, p)
@@ -128,6 +139,25 @@ def op_code(name: str) -> int:
 def type_layout(ggml_type: int) -> tuple[int, int]:
     """Return (elements per block, bytes per block) of a type that exists: ggml reads past its table otherwise."""
     return int(_ggml().block_size(ggml_type)), int(_ggml().type_size(ggml_type))
+
+
+def quantize(ggml_type: int, rows: npt.NDArray[np.float32]) -> bytes:
+    """Return rows [N, C] as ggml stores them in a type that needs no importance matrix.
+
+    Raises:
+        ValueError: the rows do not fill whole blocks of the type.
+    """
+    block, block_bytes = type_layout(ggml_type)
+    n_rows, n_columns = rows.shape
+    if n_columns % block:
+        raise ValueError(f"rows of {n_columns} values do not fill blocks of {block}")
+    rows = np.ascontiguousarray(rows, np.float32)
+    out = np.empty(n_rows * (n_columns // block) * block_bytes, np.uint8)
+    i32, i64, p = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    chunk = load_library().function("ggml_quantize_chunk", ctypes.c_size_t, i32, p, p, i64, i64, i64, p)
+    n_bytes = chunk(ggml_type, rows.ctypes.data, out.ctypes.data, 0, n_rows, n_columns, None)
+    assert n_bytes == out.nbytes
+    return out.tobytes()
 
 
 def read_tensor(pointer: int) -> npt.NDArray[Any]:
@@ -304,9 +334,33 @@ class TensorContext:
         """Return the node `experts[ids] @ x`: experts (a, b, E), x (a, 1 or K, T), ids (K, T) give (b, K, T)."""
         return self._take(_ggml().mul_mat_id, experts, x, ids)
 
-    def swiglu_split(self, gate: int, up: int) -> int:
-        """Return the node `silu(gate) * up`."""
-        return self._take(_ggml().swiglu_split, gate, up)
+    def glu(self, name: str, gate: int, up: int) -> int:
+        """Return the node `act(gate) * up`: "swiglu", "geglu" or "reglu"."""
+        return self._take(_ggml().glu_splits[name], gate, up)
+
+    def unary(self, name: str, x: int) -> int:
+        """Return the node `act(x)`: "silu", "gelu", "relu", "sqr", "tanh" or "sigmoid"."""
+        return self._take(_ggml().unary[name], x)
+
+    def swiglu_oai(self, gate: int, up: int, alpha: float, limit: float) -> int:
+        """Return the node `h sigmoid(alpha h) (1 + clamp(up, -limit, limit))` with `h = min(gate, limit)`."""
+        return self._take(_ggml().swiglu_oai, gate, up, alpha, limit)
+
+    def swiglu_clamp(self, gate: int, up: int, limit: float) -> int:
+        """Return the node `silu(min(gate, limit)) * clamp(up, -limit, limit)`."""
+        return self._take(_ggml().swiglu_clamp, gate, up, limit)
+
+    def clamp(self, x: int, low: float, high: float) -> int:
+        """Return a view of x whose computing clamps it in place."""
+        return self._take(_ggml().clamp, x, low, high)
+
+    def scale(self, x: int, factor: float) -> int:
+        """Return the node `x * factor`."""
+        return self._take(_ggml().scale, x, factor)
+
+    def add_id(self, x: int, bias: int, ids: int) -> int:
+        """Return the node `x + bias[ids]`: x (b, K, T), bias (b, E), ids (K, T)."""
+        return self._take(_ggml().add_id, x, bias, ids)
 
     def mul(self, a: int, b: int, *, in_place: bool = False) -> int:
         """Return the node `a * b`, or with `in_place` a view of a; b is repeated along axes of length 1."""

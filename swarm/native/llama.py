@@ -14,6 +14,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -27,6 +28,7 @@ from swarm.native.layouts import EvalCallback
 
 DEFAULT_SEED = 0xFFFF_FFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws a seed of its own for it
 LOAD_MODE_NONE, LOAD_MODE_MMAP = 0, 1  # of enum llama_load_mode, the same in both builds
+TOKEN_ATTR_USER_DEFINED = 1 << 4  # of enum llama_token_attr, the same in both builds
 PENALTY_WINDOW = 65_536  # latest tokens of the answer that penalties count; a guess: longer than any answer
 DECODE_FAILURES = {
     1: "no room for the batch in the context",
@@ -34,9 +36,26 @@ DECODE_FAILURES = {
     -1: "invalid batch",
 }
 
-__all__ = ["LlamaContext", "LlamaModel", "LogitsChoice", "Sampler", "set_log_handler"]
+__all__ = ["KV_TYPES", "BatchPart", "LlamaContext", "LlamaModel", "LogitsChoice", "Sampler", "set_log_handler"]
 
 LogitsChoice = Literal["all", "last", "none"]
+KV_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q5_0": 6, "q4_0": 2}
+"""Name of a type that K and V may have -> enum ggml_type. A quantised V needs flash attention, which the CPU has."""
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ of both builds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPart:
+    """What one sequence adds to a batch: tokens at consecutive positions.
+
+    Attributes:
+        logits: which of the tokens get a row of logits.
+    """
+
+    tokens: Sequence[int]
+    first_position: int
+    sequence: int = 0
+    logits: LogitsChoice = "last"
 
 
 class LlamaModel:
@@ -122,6 +141,16 @@ class LlamaModel:
         self._check_token(token)
         return bool(llama().is_eog(self._vocab, token))
 
+    def is_control(self, token: int) -> bool:
+        """Return whether the token is a mark for the machine and no text."""
+        self._check_token(token)
+        return bool(llama().is_control(self._vocab, token))
+
+    def is_user_defined(self, token: int) -> bool:
+        """Return whether the token was added to the vocabulary by name."""
+        self._check_token(token)
+        return bool(llama().token_attr(self._vocab, token) & TOKEN_ATTR_USER_DEFINED)
+
     def metadata(self, key: str) -> str | None:
         """Return a GGUF value as text, or None; arrays are not seen."""
         room = 256
@@ -193,8 +222,13 @@ class LlamaContext:
         n_threads: int,
         eval_callback: Callable[[int, bool], bool] | None = None,
         n_seq_max: int = 1,
+        kv_types: tuple[str, str] = ("f16", "f16"),
     ) -> None:
         """Make a context; the model must stay open as long.
+
+        Args:
+            n_ctx: tokens of all sequences together: they share one KV cache, so that a batch of several is one graph.
+            kv_types: of K and of V; see `KV_TYPES`.
 
         Raises:
             EngineError: llama.cpp refuses, for example for want of memory.
@@ -205,7 +239,12 @@ class LlamaContext:
         params = llama().context_defaults()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
+        if not 1 <= n_seq_max <= MAX_SEQUENCES:
+            raise EngineError(f"number of sequences out of range: got {n_seq_max}, expected 1 to {MAX_SEQUENCES}")
         params.n_seq_max = n_seq_max
+        # Apart, a batch of parts of unequal length would be cut into several graphs: more round trips.
+        params.kv_unified = n_seq_max > 1
+        params.type_k, params.type_v = (KV_TYPES[name] for name in kv_types)
         self._callback_error: BaseException | None = None
         self._trampoline = EvalCallback(self._guarded(eval_callback)) if eval_callback else None
         if self._trampoline is not None:
@@ -225,7 +264,7 @@ class LlamaContext:
         self._positions = np.ctypeslib.as_array(self._batch.pos, (size,))
         self._wants_logits = np.ctypeslib.as_array(self._batch.logits, (size,))
         np.ctypeslib.as_array(self._batch.n_seq_id, (size,))[:] = 1
-        self._batch_sequence = -1
+        self._row_sequences = np.full(size, -1, np.int32)  # what each row's seq_id holds: writing it is slow
         model._contexts.add(self)
 
     def _guarded(self, callback: Callable[[int, bool], bool]) -> Callable[[int, bool, object], bool]:
@@ -269,10 +308,12 @@ class LlamaContext:
         sequence: int = 0,
         logits: LogitsChoice,
     ) -> None:
-        """Compute the tokens at consecutive positions and keep them in the KV cache.
+        """Compute the tokens at consecutive positions and keep them in the KV cache; as `decode_parts` with one part."""
+        part = BatchPart(tokens=tokens, first_position=first_position, sequence=sequence, logits=logits)
+        self.decode_parts((part,))
 
-        Args:
-            logits: which tokens get a row of logits.
+    def decode_parts(self, parts: Sequence[BatchPart]) -> None:
+        """Compute tokens of several sequences in one batch and keep them in the KV cache; rows are in the parts' order.
 
         Raises:
             EngineError: too many tokens for a batch or the context, a token or sequence out of range, or llama.cpp
@@ -280,27 +321,15 @@ class LlamaContext:
         """
         handle = self.handle
         self._check_callback()
-        n = len(tokens)
+        n = sum(len(part.tokens) for part in parts)
         if not 1 <= n <= self.n_batch:
             raise EngineError(f"batch has a wrong size: got {n} tokens, expected 1 to {self.n_batch}")
-        if first_position < 0 or first_position + n > self.n_ctx:
-            raise EngineError(
-                f"batch does not fit the context: got positions {first_position} to {first_position + n - 1}, "
-                f"expected 0 to {self.n_ctx - 1}"
-            )
-        if not 0 <= sequence < self._n_seq_max:
-            raise EngineError(f"no such sequence: got {sequence}, expected 0 to {self._n_seq_max - 1}")
-        self._tokens[:n] = tokens
-        if self._tokens[:n].min() < 0 or self._tokens[:n].max() >= self.model.n_vocab:
-            raise EngineError(f"token out of range, expected 0 to {self.model.n_vocab - 1}")
-        self._positions[:n] = np.arange(first_position, first_position + n)
-        self._wants_logits[:n] = logits == "all"
-        if logits == "last":
-            self._wants_logits[n - 1] = True
-        if sequence != self._batch_sequence:
-            for index in range(self.n_batch):
-                self._batch.seq_id[index][0] = sequence
-            self._batch_sequence = sequence
+        at, n_outputs = 0, 0
+        for part in parts:
+            end = at + len(part.tokens)
+            self._place(part, at, end)
+            n_outputs += {"all": end - at, "last": 1, "none": 0}[part.logits]
+            at = end
         self._batch.n_tokens = n
         self.n_outputs = 0
         log_router().first_error = ""
@@ -308,7 +337,34 @@ class LlamaContext:
         if status != 0:
             reason = log_router().first_error or DECODE_FAILURES.get(status, "fatal error")
             raise EngineError(f"llama.cpp could not decode {n} tokens: status {status}, {reason}")
-        self.n_outputs = {"all": n, "last": 1, "none": 0}[logits]
+        self.n_outputs = n_outputs
+
+    def _place(self, part: BatchPart, at: int, end: int) -> None:
+        """Write a part into the batch's rows `at` to `end`."""
+        n, first = end - at, part.first_position
+        if n < 1:
+            raise EngineError("a part of the batch has no tokens")
+        if first < 0 or first + n > self.n_ctx:
+            raise EngineError(
+                f"batch does not fit the context: got positions {first} to {first + n - 1}, "
+                f"expected 0 to {self.n_ctx - 1}"
+            )
+        self._check_sequence(part.sequence)
+        rows = slice(at, end)
+        self._tokens[rows] = part.tokens
+        if self._tokens[rows].min() < 0 or self._tokens[rows].max() >= self.model.n_vocab:
+            raise EngineError(f"token out of range, expected 0 to {self.model.n_vocab - 1}")
+        self._positions[rows] = np.arange(first, first + n)
+        self._wants_logits[rows] = part.logits == "all"
+        if part.logits == "last":
+            self._wants_logits[end - 1] = True
+        for index in (self._row_sequences[rows] != part.sequence).nonzero()[0] + at:
+            self._batch.seq_id[index][0] = part.sequence
+        self._row_sequences[rows] = part.sequence
+
+    def _check_sequence(self, sequence: int) -> None:
+        if not 0 <= sequence < self._n_seq_max:
+            raise EngineError(f"no such sequence: got {sequence}, expected 0 to {self._n_seq_max - 1}")
 
     def logits(self, i: int) -> npt.NDArray[np.float32]:
         """Return a copy of one row of logits, [V], float32.
@@ -319,9 +375,15 @@ class LlamaContext:
         Raises:
             EngineError: that token has no logits.
         """
+        return self.logits_in_place(i).copy()
+
+    def logits_in_place(self, i: int) -> npt.NDArray[np.float32]:
+        """Return one row of logits, [V], float32, in llama.cpp's own memory: what is written there is what is drawn from.
+
+        Until the next `decode`; `i` and errors as `logits`.
+        """
         address = self._logits_address(i)
-        row = np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (self.model.n_vocab,))
-        return row.copy()
+        return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (self.model.n_vocab,))
 
     def _logits_address(self, i: int) -> int:
         handle = self.handle
@@ -346,9 +408,37 @@ class LlamaContext:
     def remove(self, sequence: int, from_position: int) -> bool:
         """Forget the sequence's tokens from this position on; return False if this kind of memory cannot."""
         _ = self.handle
-        if not 0 <= sequence < self._n_seq_max:
-            raise EngineError(f"no such sequence: got {sequence}, expected 0 to {self._n_seq_max - 1}")
+        self._check_sequence(sequence)
         return bool(llama().memory_remove(self._memory, sequence, max(from_position, 0), -1))
+
+    def copy(self, sequence: int, to: int, n_tokens: int) -> None:
+        """Let sequence `to`, which must be empty, begin with the first tokens of another: they share its cells."""
+        _ = self.handle
+        self._check_sequence(sequence)
+        self._check_sequence(to)
+        llama().memory_copy(self._memory, sequence, to, 0, n_tokens)
+
+    def save(self, sequence: int) -> npt.NDArray[np.uint8]:
+        """Return a copy of all that the memory holds of a sequence, for `restore` in any context of this model and types."""
+        handle = self.handle
+        self._check_sequence(sequence)
+        state = np.empty(llama().state_size(handle, sequence), np.uint8)
+        n: int = llama().state_get(handle, state.ctypes.data, len(state), sequence)
+        if not n:
+            raise EngineError(f"llama.cpp cannot copy sequence {sequence} out of its memory")
+        return state[:n]
+
+    def restore(self, sequence: int, state: npt.NDArray[np.uint8]) -> bool:
+        """Fill a sequence with what `save` returned; return False, and leave it empty, where there is no room.
+
+        `state` must be what `save` of this program returned: llama.cpp trusts it.
+        """
+        handle = self.handle
+        self._check_sequence(sequence)
+        is_done = bool(llama().state_set(handle, state.ctypes.data, len(state), sequence))
+        if not is_done:
+            llama().memory_remove(self._memory, sequence, -1, -1)
+        return is_done
 
     def clear(self) -> None:
         """Forget every token of every sequence."""
@@ -385,8 +475,9 @@ class Sampler:
         self._handle: int | None = engine.chain_init(engine.chain_defaults())
         if not self._handle:
             raise EngineError("llama.cpp cannot make a sampler")
-        if params.presence_penalty or params.frequency_penalty:
-            self._add(engine.penalties(n_vocab, PENALTY_WINDOW, 1.0, params.frequency_penalty, params.presence_penalty))
+        if params.presence_penalty or params.frequency_penalty or params.repeat_penalty != 1:
+            penalties = (params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
+            self._add(engine.penalties(n_vocab, PENALTY_WINDOW, *penalties))
         if params.temperature == 0:
             self._add(engine.greedy())
             return
@@ -415,6 +506,17 @@ class Sampler:
         context._logits_address(index)  # llama.cpp would abort the process
         token: int = llama().sample(self._handle, context.handle, index)
         return token
+
+    def copy(self) -> Sampler:
+        """Return a sampler in the same state: the same logits draw the same tokens from here on."""
+        if not self._handle:
+            raise EngineError("the sampler is closed")
+        copy = object.__new__(type(self))
+        copy.seed = self.seed
+        copy._handle = llama().sampler_clone(self._handle)
+        if not copy._handle:
+            raise EngineError("llama.cpp cannot copy a sampler")
+        return copy
 
     def close(self) -> None:
         """Free the chain; a second call does nothing."""

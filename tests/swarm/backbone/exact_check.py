@@ -70,12 +70,12 @@ async def last_row_differs(path: Path, engine: Engine) -> bool:
 
 async def greedy(engine: Engine, stock: StockModel, n_tokens: int) -> dict[str, Any]:
     """Return a greedy answer of our generator and of stock llama.cpp, as bytes in hex."""
-    backbone = Backbone(engine, AlwaysComplete(), "check@00000000", n_batch=CONFIG.n_batch)  # type: ignore[arg-type]
     prompt = np.random.default_rng(7).integers(1, stock.n_vocab, 50).tolist()
     request = GenerationRequest(
         prompt=tuple(prompt), max_tokens=n_tokens, sampling=SamplingParams(temperature=0), stop=()
     )
-    ours = "".join([delta.text async for delta in backbone.generate(request)])
+    async with Backbone(engine, AlwaysComplete(), "check@00000000") as backbone:  # type: ignore[arg-type]
+        ours = "".join([delta.text async for delta in backbone.generate(request)])
     stock.clear()
     pieces, tokens, position = [], prompt, 0
     for _ in range(n_tokens):

@@ -116,7 +116,9 @@ class LocalExperts:
         except BaseException as error:
             return Answer(error)
 
-    async def dispatch(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> Any:
+    async def dispatch(
+        self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows, origin: object = None
+    ) -> Any:
         number = len(self.calls)
         self.calls.append(Call(layer=layer, x=x, ids=topk_ids, weights=topk_weights))
         self.n_waiting += 1

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from swarm.backbone import generate
 from swarm.backbone.engine import Engine, EngineConfig
-from swarm.backbone.generate import Backbone
+from swarm.backbone.generate import Backbone, ServingConfig
 from swarm.backbone.requests import FinishReason, GenerationRequest, SamplingParams, TextDelta
 from swarm.errors import ConnectionLost, ExpertUnavailable, Overloaded, UserError
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
@@ -57,6 +57,9 @@ class ScriptedSampler:
         assert not self.is_closed
         return next(self._tokens)
 
+    def copy(self) -> ScriptedSampler:
+        return object.__new__(ScriptedSampler)  # never drawn from here
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -75,9 +78,12 @@ def holders() -> FakeHolders:
     return FakeHolders()
 
 
-@pytest.fixture
-def backbone(engine: Engine, holders: FakeHolders) -> Backbone:
-    return Backbone(engine, holders, "tiny@12345678", n_batch=N_BATCH)  # type: ignore[arg-type]
+@pytest_asyncio.fixture
+async def backbone(engine: Engine, holders: FakeHolders) -> AsyncIterator[Backbone]:
+    """One request at a time, and nothing kept of a text but in its slot."""
+    config = ServingConfig(cache_bytes=0)
+    async with Backbone(engine, holders, "tiny@12345678", config=config) as backbone:  # type: ignore[arg-type]
+        yield backbone
 
 
 @pytest.fixture
@@ -92,7 +98,7 @@ def script(monkeypatch: pytest.MonkeyPatch, engine: Engine) -> Any:
             for each in drawn
         ]
         monkeypatch.setattr(ScriptedSampler, "script", tokens)
-        monkeypatch.setattr(generate, "Sampler", ScriptedSampler)
+        monkeypatch.setattr("swarm.backbone.drawing.Sampler", ScriptedSampler)
         return ScriptedSampler  # type: ignore[return-value]
 
     return set_script
@@ -232,8 +238,8 @@ async def test_the_longest_prompt_gets_one_token(backbone: Backbone) -> None:
 @pytest.mark.parametrize(("doubled", "kept"), [([1, 1, 7], [1, 7]), ([1, 7, 1], [1, 7, 1]), ([7, 1, 1], [7, 1, 1])])
 def test_a_template_and_the_tokeniser_write_one_bos_together(doubled: list[int], kept: list[int]) -> None:
     model = SimpleNamespace(bos_token=1, n_vocab=10, tokenize=lambda *_, **__: list(doubled))
-    engine = SimpleNamespace(model=model, context=SimpleNamespace(n_ctx=100))
-    backbone = Backbone(engine, FakeHolders(), "x", n_batch=8)  # type: ignore[arg-type]
+    engine = SimpleNamespace(model=model, n_ctx=100)
+    backbone = Backbone([engine], FakeHolders(), "x")  # type: ignore[list-item, arg-type]
     assert backbone.tokenize(request("text")) == kept
 
 
@@ -267,20 +273,23 @@ async def test_requests_are_answered_one_at_a_time_in_the_order_they_came(
 
 
 async def test_a_full_line_is_refused_with_a_time_to_try_again(
-    backbone: Backbone, experts: LocalExperts, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, holders: FakeHolders, experts: LocalExperts
 ) -> None:
-    monkeypatch.setattr(generate, "MAX_LINE", 2)
     experts.held = 0
-    tasks = [asyncio.create_task(answer(backbone, max_tokens=2)) for _ in range(2)]
-    await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
-    with pytest.raises(Overloaded) as caught:
-        await answer(backbone)
-    assert caught.value.retry_after_s > 0
-    tasks[1].cancel()  # one that waits leaves its place
-    await asyncio.gather(tasks[1], return_exceptions=True)
-    third = asyncio.create_task(answer(backbone, max_tokens=2))
-    experts.release.set()
-    assert await asyncio.wait_for(tasks[0], PROMPT_END) == await asyncio.wait_for(third, PROMPT_END)
+    config = ServingConfig(max_line=1)
+    async with Backbone(engine, holders, "x", config=config) as backbone:  # type: ignore[arg-type]
+        first = asyncio.create_task(answer(backbone, max_tokens=2))
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        second = asyncio.create_task(answer(backbone, max_tokens=2))
+        await asyncio.sleep(0)  # it takes its place
+        with pytest.raises(Overloaded) as caught:
+            await answer(backbone)
+        assert caught.value.retry_after_s > 0
+        second.cancel()  # one that waits leaves its place
+        await asyncio.gather(second, return_exceptions=True)
+        third = asyncio.create_task(answer(backbone, max_tokens=2))
+        experts.release.set()
+        assert await asyncio.wait_for(first, PROMPT_END) == await asyncio.wait_for(third, PROMPT_END)
 
 
 async def test_a_turn_that_does_not_come_is_refused_with_a_time_to_try_again(
@@ -304,6 +313,7 @@ async def test_closing_the_iterator_frees_the_turn(backbone: Backbone, script: A
     waiting = asyncio.create_task(answer(backbone, max_tokens=2))
     await stream.aclose()
     assert await asyncio.wait_for(waiting, PROMPT_END) == "ww"
+    await asyncio.wait_for(backbone.idle(), PROMPT_END)
     assert [sampler.is_closed for sampler in samplers.made] == [True, True]
 
 
@@ -317,6 +327,7 @@ async def test_cancelling_gives_up_the_layer_under_way_and_frees_the_turn(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, PROMPT_END)
+    await asyncio.wait_for(backbone.idle(), PROMPT_END)
     assert len(experts.calls) == experts.held + 1
     assert samplers.made[0].is_closed
     experts.reset()
@@ -381,9 +392,11 @@ async def test_closing_the_engine_ends_the_answer_under_way(
 LOOP = ("a", "b", "w", "or") * 3  # after which every step drafts what the loop goes on with
 
 
-@pytest.fixture
-def drafting(engine: Engine, holders: FakeHolders) -> Backbone:
-    return Backbone(engine, holders, "tiny@12345678", n_batch=N_BATCH, n_draft=8)  # type: ignore[arg-type]
+@pytest_asyncio.fixture
+async def drafting(engine: Engine, holders: FakeHolders) -> AsyncIterator[Backbone]:
+    config = ServingConfig(n_draft=8)
+    async with Backbone(engine, holders, "tiny@12345678", config=config) as backbone:  # type: ignore[arg-type]
+        yield backbone
 
 
 def steps(experts: LocalExperts) -> list[int]:
@@ -470,6 +483,7 @@ async def test_closing_the_iterator_between_accepted_tokens_frees_the_turn(draft
         await anext(stream)
     await stream.aclose()
     assert await asyncio.wait_for(answer(drafting, (5, 6, 7), max_tokens=3), PROMPT_END) == "abw"
+    await asyncio.wait_for(drafting.idle(), PROMPT_END)
     assert [sampler.is_closed for sampler in samplers.made] == [True, True]
 
 

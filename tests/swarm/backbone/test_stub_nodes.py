@@ -10,7 +10,7 @@ import pytest
 from swarm.backbone.moe_hook import MoeHook
 from swarm.backbone.stub_nodes import StubNodes
 from swarm.native.ggml import TensorContext, op_code, tensor_name, tensor_op
-from swarm.native.layouts import GGML_TYPE_F32, GGML_TYPE_I32
+from swarm.native.layouts import GGML_TYPE_F32, GGML_TYPE_I32, GgmlTensor
 from swarm.native.llama import LlamaContext, LlamaModel
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
 
@@ -69,6 +69,7 @@ def test_every_product_of_a_stub_is_off_and_every_other_node_is_on(
 def graph(context: TensorContext) -> dict[str, int]:
     """Return a made-up layer: product -> sum with something live -> output."""
     w = context.new_tensor(GGML_TYPE_F32, 4, 2, 3)
+    GgmlTensor.from_address(w).name = b"blk.0.ffn_up_exps.weight"
     x = context.new_tensor(GGML_TYPE_F32, 4, 1, 1)
     ids = context.new_tensor(GGML_TYPE_I32, 1, 1)
     product = context.mul_mat_id(w, x, ids)

@@ -141,7 +141,7 @@ def test_grouped_products_and_swiglu_are_numpys(
     rows = context.new_tensor(GGML_TYPE_F32, 16, 1, 5)
     ids = context.new_tensor(GGML_TYPE_I32, 1, 5)
     product = context.mul_mat_id(w, rows, ids)
-    output = context.swiglu_split(product, product)
+    output = context.glu("swiglu", product, product)
     for index, tensor in enumerate((w, rows, ids, product, output)):
         buffer.place(tensor, index * 4096)
     ggml.write_tensor(w, weights)

@@ -1,0 +1,85 @@
+"""Drafts by the backbone alone: its router may choose local experts only, so no layer leaves this process.
+
+    propose: token after token on the sequence's own KV cache, greedily -> the cache is put back -> the drafts
+
+A draft ends early where the model, so maimed, is not sure itself: what it gives its best token says well how likely the real
+model says the same (`docs/speculation.md`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from swarm.backbone.engine import Engine
+from swarm.backbone.local_experts import DraftExperts, LocalExperts
+from swarm.errors import SwarmError
+
+logger = logging.getLogger(__name__)
+
+# A draft ends behind a token that the maimed model gives less than this, and without it.
+P_LEAST = 0.3
+
+
+class LocalDrafter:
+    """A `Drafter` of one sequence of one engine; it works on the engine's thread.
+
+    Attributes:
+        is_usable: False once the model's memory turned out unable to take back a draft.
+    """
+
+    def __init__(self, engine: Engine, sequence: int, local: LocalExperts, *, p_least: float = P_LEAST) -> None:
+        self.is_usable = True
+        self._engine = engine
+        self._sequence = sequence
+        self._local = local
+        self._experts = DraftExperts(local)
+        self._p_least = p_least
+        self._can_forget = False  # not known yet
+
+    def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+        """Return up to `n` tokens; none while a layer keeps fewer experts than a token uses.
+
+        The KV cache must hold all of `tokens` but the last, and does so again afterwards.
+
+        Raises:
+            SwarmError: the cache could not be put back.
+        """
+        context, at = self._engine.context, len(tokens) - 1
+        n = min(n, context.n_ctx - len(tokens))
+        if n < 1 or not self.is_usable or not self._local.can_draft:
+            return []
+        state = None if self._can_forget else context.save(self._sequence)
+        drafts: list[int] = []
+        try:
+            token = tokens[-1]
+            for position in range(at, at + n):
+                row = self._engine.draft_row(token, position, self._sequence, self._experts, self._experts.left_out)
+                token = int(row.argmax())
+                if _probability(row, token) < self._p_least or self._engine.model.is_end_of_generation(token):
+                    break
+                drafts.append(token)
+        except SwarmError as error:
+            logger.warning("no draft: %s", error)
+            drafts = []
+        self._put_back(at, state)
+        return drafts if self.is_usable else []
+
+    def _put_back(self, at: int, state: npt.NDArray[np.uint8] | None) -> None:
+        context = self._engine.context
+        if context.remove(self._sequence, at):
+            self._can_forget = True
+            return
+        logger.warning("this model's memory cannot take back a draft: local experts draft nothing")
+        self.is_usable = False
+        context.remove(self._sequence, 0)
+        if state is not None:
+            context.restore(self._sequence, state)
+
+
+def _probability(row: npt.NDArray[np.float32], token: int) -> float:
+    """Return the softmax of one token."""
+    return float(1.0 / np.exp(row - row[token]).sum())
