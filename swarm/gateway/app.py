@@ -1,15 +1,16 @@
 """The OpenAI-compatible HTTP server over one `TextGenerator`. Shapes and parsing are in `openai`; here is the plumbing.
 
-    POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{id}    GET /health
-    GET /map    GET /map.json                            (`peer_map`)
+    POST /v1/chat/completions    POST /v1/completions    GET /v1/models    GET /v1/models/{id}
+    POST /tokenize    POST /detokenize    GET /health    GET /ready
+    GET /map    GET /map/plain    GET /map.json    GET /map/events    (`swarm.web.map_server`)
 
 - A stream's first step runs before its headers leave, so that an early failure has its own HTTP status. A later one
   is sent as `data: {"error": ...}`, and the connection closes without `[DONE]`.
 - A client that hangs up, or stops reading for `stall_s`, has its generator closed, whatever the generator is doing.
-- No CORS headers, and only bodies declared as `application/json`: so a web page that somebody has open cannot make
-  its browser spend the swarm's work. Put a proxy in front to allow pages of your own. Such a page could still have its
-  own name point to this machine (DNS rebinding) and so be of the same origin: with `allowed_hosts`, a request must call
-  the gateway by a name of this machine alone, or by one that was allowed.
+- No CORS headers, unless an origin is allowed, and only bodies declared as `application/json`: so a web page that
+  somebody has open cannot make its browser spend the swarm's work. Such a page could still have its own name point to
+  this machine (DNS rebinding) and so be of the same origin: with `allowed_hosts`, a request must call the gateway by a
+  name of this machine alone, or by one that was allowed.
 - Prompts and answers are never logged.
 """
 
@@ -17,44 +18,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from aiohttp import web
 
 from swarm.backbone.requests import GenerationRequest, TextDelta, TextGenerator
 from swarm.errors import EngineError, UserError
+from swarm.gateway.access import Access, Handler, add_cors_headers, middlewares_for
+from swarm.gateway.answers import ChatAnswer, Choice, CompletionAnswer, model_entry
 from swarm.gateway.chat_template import ChatTemplate
+from swarm.gateway.errors import ErrorAnswer, Json, RequestRefused, error_answer
+from swarm.gateway.merging import merged
+from swarm.gateway.metrics import MetricsRegistry, add_metrics
 from swarm.gateway.openai import (
     Call,
-    ChatAnswer,
-    CompletionAnswer,
-    ErrorAnswer,
-    Json,
-    RequestRefused,
     ServedModel,
     check_prompt,
-    error_answer,
-    model_entry,
     parse_chat,
     parse_completion,
+    parse_detokenize,
+    parse_tokenize,
 )
-from swarm.gateway.peer_map import add_map
-from swarm.net.addresses import is_loopback, parse_address
+from swarm.gateway.tools import CallReader, format_of, knows_tools, plain_messages, required_call
+from swarm.web.map_server import add_map
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 1024 * 1024  # guessed: over a million tokens of text
 STALL_S = 60.0  # guessed: a reader slower than this holds up others for nothing
 WATCH_S = 0.05  # how soon a hang-up is seen between two steps; while writing it shows at once
 STATUS_CLIENT_GONE = 499  # nginx's, for the access log: nobody is left to read it
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Middleware = Callable[[web.Request, Handler], Awaitable[web.StreamResponse]]
 
 
 def create_app(
@@ -62,30 +60,39 @@ def create_app(
     *,
     status: Callable[[], dict[str, Any]] | None = None,
     stall_s: float = STALL_S,
-    allowed_hosts: Collection[str] | None = None,
+    access: Access | None = None,
     peer_map: Callable[[], dict[str, Any]] | None = None,
+    metrics: MetricsRegistry | None = None,
 ) -> web.Application:
     """Return the gateway, to be run by aiohttp's runner.
 
     Args:
         status: what `/health` adds to its answer. A list `reasons` that is not empty makes it a 503.
         stall_s: how long a stream waits for a client that does not read.
-        allowed_hosts: for a gateway that listens on loopback alone: names that a `Host` header may hold, besides
-            `localhost` and loopback IP literals; a request with any other is refused. None takes every host.
-        peer_map: what `/map.json` and `/map` show; None: there is none.
+        access: who may use it; None: everybody.
+        peer_map: what `/map` and its kin show; None: there is none.
+        metrics: what `/metrics` shows; None: there is none.
     """
-    gateway = _Gateway(generator, status, stall_s)
-    middlewares: list[Any] = [_shape_errors]
-    if allowed_hosts is not None:
-        middlewares.append(_host_check(frozenset(host.lower().removesuffix(".") for host in allowed_hosts)))
-    app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
+    access = access or Access()
+    gateway = _Gateway(generator, status, stall_s, access.max_body_bytes)
+    app = web.Application(
+        middlewares=[_shape_errors(access.max_body_bytes), *middlewares_for(access)],
+        client_max_size=access.max_body_bytes,
+    )
+    app.on_response_prepare.append(add_cors_headers)
     app.router.add_post("/v1/chat/completions", gateway.chat)
     app.router.add_post("/v1/completions", gateway.completion)
     app.router.add_get("/v1/models", gateway.models)
     app.router.add_get("/v1/models/{id:.+}", gateway.model)
+    app.router.add_post("/v1/embeddings", gateway.embeddings)
+    app.router.add_post("/tokenize", gateway.tokenize)
+    app.router.add_post("/detokenize", gateway.detokenize)
     app.router.add_get("/health", gateway.health)
+    app.router.add_get("/ready", gateway.ready)
     if peer_map is not None:
         add_map(app, peer_map)
+    if metrics is not None:
+        add_metrics(app, metrics)
     return app
 
 
@@ -94,10 +101,17 @@ class _ClientGone(Exception):
 
 
 class _Gateway:
-    def __init__(self, generator: TextGenerator, status: Callable[[], dict[str, Any]] | None, stall_s: float) -> None:
+    def __init__(
+        self,
+        generator: TextGenerator,
+        status: Callable[[], dict[str, Any]] | None,
+        stall_s: float,
+        max_body_bytes: int,
+    ) -> None:
         self._generator = generator
         self._status = status
         self._stall_s = stall_s
+        self._max_body_bytes = max_body_bytes
         self._created = int(time.time())
         self._template: ChatTemplate | UserError
         try:
@@ -125,13 +139,48 @@ class _Gateway:
         is_ok = not details.get("reasons")
         return _json_response({**details, "status": "ok" if is_ok else "unavailable"}, status=200 if is_ok else 503)
 
+    async def ready(self, request: web.Request) -> web.Response:
+        """Tell a load balancer, in a word, whether a request would be answered."""
+        reasons = (self._status() if self._status is not None else {}).get("reasons")
+        return _json_response({"ready": not reasons}, status=503 if reasons else 200)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        asked = parse_tokenize(await self._read(request), self._served)
+        tokens = await asyncio.to_thread(self._generator.tokenize, asked) if asked.prompt else []
+        return _json_response({"tokens": tokens})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        tokens = parse_detokenize(await self._read(request), self._served)
+        return _json_response({"content": await asyncio.to_thread(self._generator.detokenize, tokens)})
+
+    async def embeddings(self, request: web.Request) -> web.Response:
+        raise RequestRefused(
+            f"{self._served.name} writes text and gives no embeddings: ask a gateway of an embedding model",
+            param="model",
+            code="unsupported_endpoint",
+        )
+
     async def chat(self, request: web.Request) -> web.StreamResponse:
         served = self._served
-        call, messages = parse_chat(await _read_json(request), served)
+        call, messages = parse_chat(await self._read(request), served)
         if isinstance(self._template, UserError):
             raise RequestRefused(str(self._template))
+        tools, source = call.tools, self._generator.chat_template
+        has_tools = knows_tools(source)
+        if not has_tools:
+            messages = plain_messages(messages, tools.tools)
+        render = functools.partial(
+            self._template.render,
+            messages,
+            tools=[tool.as_json() for tool in tools.tools] if has_tools else [],
+            variables=call.template_variables,
+        )
         # In a thread: a slow template must not hold up the swarm's traffic. It ends by its own deadline.
-        prompt = await asyncio.to_thread(self._template.render, messages)
+        prompt = await asyncio.to_thread(render)
+        grammar, form = None, format_of(source)
+        if tools.is_required:
+            begin, grammar = required_call(tools, form)
+            prompt += begin
         check_prompt(prompt, served, "messages")
         answer = ChatAnswer(
             answer_id=f"chatcmpl-{secrets.token_hex(12)}",
@@ -139,11 +188,15 @@ class _Gateway:
             model=served.name,
             has_usage=call.include_usage,
         )
-        return await self._answer(request, call, call.generation(prompt), answer)
+        choices = [
+            Choice(index=index, reader=CallReader(tools, form) if tools.tools else None) for index in range(call.n)
+        ]
+        generations = [call.generation(prompt, index=index, grammar=grammar) for index in range(call.n)]
+        return await self._answer(request, call, generations, choices, answer)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
         served = self._served
-        call, prompt, echo = parse_completion(await _read_json(request), served)
+        call, prompt, echo = parse_completion(await self._read(request), served)
         answer = CompletionAnswer(
             answer_id=f"cmpl-{secrets.token_hex(12)}",
             created=int(time.time()),
@@ -151,17 +204,28 @@ class _Gateway:
             has_usage=call.include_usage,
             echo=echo,
         )
-        return await self._answer(request, call, call.generation(prompt), answer)
+        choices = [Choice(index=index, offset=len(echo)) for index in range(call.n)]
+        generations = [call.generation(prompt, index=index) for index in range(call.n)]
+        return await self._answer(request, call, generations, choices, answer)
+
+    async def _read(self, request: web.Request) -> object:
+        return await _read_json(request, self._max_body_bytes)
 
     async def _answer(
-        self, request: web.Request, call: Call, generation: GenerationRequest, answer: ChatAnswer | CompletionAnswer
+        self,
+        request: web.Request,
+        call: Call,
+        generations: Sequence[GenerationRequest],
+        choices: Sequence[Choice],
+        answer: ChatAnswer | CompletionAnswer,
     ) -> web.StreamResponse:
         async def work() -> web.StreamResponse:
             response: web.StreamResponse | None = None
             try:
-                async with contextlib.aclosing(self._generator.generate(generation)) as deltas:
+                streams = [self._generator.generate(each) for each in generations]
+                async with contextlib.aclosing(merged(streams)) as deltas:
                     respond = self._stream if call.is_stream else self._whole
-                    response = await respond(request, answer, deltas)
+                    response = await respond(request, answer, choices, deltas)
             except Exception as error:
                 told = _tell(error)
                 if response is None:  # else closing failed, after the client had its answer
@@ -171,20 +235,26 @@ class _Gateway:
         return await _while_connected(request, work())
 
     async def _whole(
-        self, request: web.Request, answer: ChatAnswer | CompletionAnswer, deltas: AsyncIterator[TextDelta]
+        self,
+        request: web.Request,
+        answer: ChatAnswer | CompletionAnswer,
+        choices: Sequence[Choice],
+        deltas: AsyncIterator[tuple[int, TextDelta]],
     ) -> web.StreamResponse:
-        texts: list[str] = []
-        while True:
-            delta = await _next(deltas)
-            texts.append(delta.text)
-            if delta.finish_reason is not None:
-                _log_finish(answer.answer_id, delta)
-                return _json_response(answer.whole("".join(texts), delta))
+        while any(choice.last is None for choice in choices):
+            index, delta = await _next(deltas)
+            choices[index].feed(delta)
+        _log_finish(answer.answer_id, choices)
+        return _json_response(answer.whole(choices))
 
     async def _stream(
-        self, request: web.Request, answer: ChatAnswer | CompletionAnswer, deltas: AsyncIterator[TextDelta]
+        self,
+        request: web.Request,
+        answer: ChatAnswer | CompletionAnswer,
+        choices: Sequence[Choice],
+        deltas: AsyncIterator[tuple[int, TextDelta]],
     ) -> web.StreamResponse:
-        delta = await _next(deltas)
+        index, delta = await _next(deltas)
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -205,18 +275,23 @@ class _Gateway:
                 raise _ClientGone from error
 
         try:
-            for chunk in answer.opening():
-                await send(_encode(chunk))
+            for choice in choices:
+                for chunk in answer.opening(choice):
+                    await send(_encode(chunk))
             while True:
-                if delta.text:
-                    await send(_encode(answer.text(delta.text)))
-                if delta.finish_reason is not None:
-                    break
-                delta = await _next(deltas)
-            for chunk in answer.closing(delta):
+                choice = choices[index]
+                for chunk in answer.piece(choice, choice.feed(delta)):
+                    await send(_encode(chunk))
+                if choice.last is not None:
+                    for chunk in answer.closing(choice):
+                        await send(_encode(chunk))
+                    if all(each.last is not None for each in choices):
+                        break
+                index, delta = await _next(deltas)
+            for chunk in answer.end(choices):
                 await send(_encode(chunk))
             await send(b"[DONE]")
-            _log_finish(answer.answer_id, delta)
+            _log_finish(answer.answer_id, choices)
         except _ClientGone:
             logger.info("%s: the client went away after %d tokens", answer.answer_id, delta.n_completion_tokens)
         except Exception as error:
@@ -226,7 +301,7 @@ class _Gateway:
         return response
 
 
-async def _next(deltas: AsyncIterator[TextDelta]) -> TextDelta:
+async def _next(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
     try:
         return await anext(deltas)
     except StopAsyncIteration:
@@ -253,12 +328,12 @@ async def _until_gone(request: web.Request) -> None:
         await asyncio.sleep(WATCH_S)
 
 
-async def _read_json(request: web.Request) -> object:
+async def _read_json(request: web.Request, max_bytes: int) -> object:
     """Return the body's JSON value. Raises RequestRefused."""
     if request.content_type != "application/json":
         raise RequestRefused("send the body with Content-Type: application/json", status=415)
-    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
-        raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES)
+    if request.content_length is not None and request.content_length > max_bytes:
+        raise web.HTTPRequestEntityTooLarge(max_bytes)
     data = await request.read()
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
@@ -271,61 +346,36 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-@web.middleware
-async def _shape_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer every failure in OpenAI's shape, aiohttp's own refusals too."""
-    try:
-        return await handler(request)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        message = {
-            404: f"nothing is served at {request.method} {request.path[:200]}",
-            405: f"{request.method} is not allowed here: expected {error.headers.get('Allow', 'another method')}",
-            413: f"the body is too large: expected at most {MAX_BODY_BYTES} bytes",
-        }.get(error.status, error.reason)
-        response = _error_response(ErrorAnswer(status=error.status, message=message))
-        if "Allow" in error.headers:
-            response.headers["Allow"] = error.headers["Allow"]
-        return response
-    except web.RequestPayloadError:
-        message = "the body cannot be read: its framing or compression is broken"
-        response = _error_response(ErrorAnswer(status=400, message=message))
-        response.force_close()  # where the next request would begin is unknown
-        return response
-    except ConnectionError:  # the client hung up in its body; aiohttp ends it quietly
-        raise
-    except Exception as error:
-        return _error_response(_tell(error))
-
-
-def _host_check(allowed: frozenset[str]) -> Middleware:
-    """Return a middleware that refuses requests whose `Host` names neither this machine nor one of `allowed`."""
+def _shape_errors(max_body_bytes: int) -> Any:
+    """Return a middleware that answers every failure in OpenAI's shape, aiohttp's own refusals too."""
 
     @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        hosts = request.headers.getall("Host", [])
-        host = _without_port(hosts[0]) if len(hosts) == 1 else ""
-        if not is_loopback(host) and host not in allowed:
-            shown = ", ".join(hosts)[:100]
-            raise RequestRefused(
-                f"this gateway is not called {shown!r}: expected localhost; `swarm serve --allow-host` allows more",
-                code="host_not_allowed",
-                status=403,
-            )
-        return await handler(request)
+    async def shape(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            if error.status < 400:
+                raise
+            message = {
+                404: f"nothing is served at {request.method} {request.path[:200]}",
+                405: f"{request.method} is not allowed here: expected {error.headers.get('Allow', 'another method')}",
+                413: f"the body is too large: expected at most {max_body_bytes} bytes",
+            }.get(error.status, error.reason)
+            response = _error_response(ErrorAnswer(status=error.status, message=message))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+            return response
+        except web.RequestPayloadError:
+            message = "the body cannot be read: its framing or compression is broken"
+            response = _error_response(ErrorAnswer(status=400, message=message))
+            response.force_close()  # where the next request would begin is unknown
+            return response
+        except ConnectionError:  # the client hung up in its body; aiohttp ends it quietly
+            raise
+        except Exception as error:
+            return _error_response(_tell(error))
 
-    return check
-
-
-def _without_port(host: str) -> str:
-    """Return a Host header's name or IP literal, lower case; empty if it is malformed."""
-    has_port = host.rpartition(":")[2].isdigit() and not host.endswith("]")
-    try:
-        name = parse_address(host if has_port else f"{host}:80")[0]
-    except UserError:
-        return ""
-    return name.lower().removesuffix(".")
+    return shape
 
 
 def _tell(error: Exception) -> ErrorAnswer:
@@ -336,9 +386,10 @@ def _tell(error: Exception) -> ErrorAnswer:
     return told
 
 
-def _log_finish(answer_id: str, last: TextDelta) -> None:
-    n_prompt, n_completion = last.n_prompt_tokens, last.n_completion_tokens
-    logger.info("%s: finished (%s), %d + %d tokens", answer_id, last.finish_reason, n_prompt, n_completion)
+def _log_finish(answer_id: str, choices: Sequence[Choice]) -> None:
+    for last in (choice.last for choice in choices if choice.last is not None):
+        n_prompt, n_completion = last.n_prompt_tokens, last.n_completion_tokens
+        logger.info("%s: finished (%s), %d + %d tokens", answer_id, last.finish_reason, n_prompt, n_completion)
 
 
 def _encode(value: Json) -> bytes:

@@ -4,10 +4,10 @@ The template comes from a file that somebody else made, so it runs in Jinja2's i
 source, every string that it builds and its output are bounded, and each loop turn and each call looks at a deadline.
 What stays unbounded is one single operation (say, printing a list nested in itself many times over).
 
-What it offers to templates is what `transformers` offers: `messages`, `add_generation_prompt` (always true),
-`bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% break %}` and
-`{% continue %}`, `{% generation %}`. `tools` is left undefined. Not offered, because their output grows with a number
-rather than with their input: `str.format`, `%` on strings, and filters such as `center` and `batch`.
+What it offers to templates is what `transformers` offers: `messages`, `add_generation_prompt` (true unless a request says
+otherwise), `bos_token`, `eos_token`, `raise_exception`, `strftime_now`, `tojson` without HTML escapes, `{% break %}` and
+`{% continue %}`, `{% generation %}`, and `tools` where a request has some. Not offered, because their output grows with a
+number rather than with their input: `str.format`, `%` on strings, and filters such as `center` and `batch`.
 
 A file with no template gets ChatML, as llama.cpp does: most instruction-tuned models without one were trained on it.
 """
@@ -62,10 +62,23 @@ _FILTERS = frozenset(  # Jinja2's own, likewise; four more are ours
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        tool_calls: OpenAI's objects, but with `arguments` as the object that its JSON text stands for, as templates expect.
+        tool_call_id, name: of a tool's answer.
+    """
 
     role: str
     content: str
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what templates read; what is absent is not there."""
+        more = {"tool_calls": list(self.tool_calls), "tool_call_id": self.tool_call_id, "name": self.name}
+        return {"role": self.role, "content": self.content, **{key: value for key, value in more.items() if value}}
 
 
 class ChatTemplate:
@@ -106,13 +119,25 @@ class ChatTemplate:
         ) as error:  # the compiler recurses over the source and computes its constants: anything may rise
             raise UserError(f"the model's chat template does not compile: {_message_of(error)}") from error
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the prompt for these messages, ending where the assistant's answer begins.
+
+        Args:
+            tools: OpenAI's objects.
+            variables: more of what the template may read, such as `enable_thinking`.
 
         Raises:
             UserError: the template refused the messages (with its own words), failed, or went past a limit.
         """
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        given = {**(variables or {}), **self._special_tokens, "messages": [message.as_json() for message in messages]}
+        if tools:
+            given["tools"] = list(tools)
         deadline = self._clock() + MAX_RENDER_S
 
         def check_time() -> None:
@@ -123,7 +148,7 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         try:
-            for piece in self._template.generate(messages=turns, add_generation_prompt=True, **self._special_tokens):
+            for piece in self._template.generate({"add_generation_prompt": True} | given):
                 check_time()
                 size += len(piece)
                 _check_size(size)

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP shapes: request bodies -> `GenerationRequest`, answers and errors -> JSON objects. Pure values.
+"""OpenAI's request bodies -> `GenerationRequest`. Pure values; answers and errors are in `answers` and `errors`.
 
 What a body may hold, for both endpoints (null stands for a default everywhere):
 
@@ -7,9 +7,16 @@ What a body may hold, for both endpoints (null stands for a default everywhere):
     temperature, top_p          as OpenAI; 0 is greedy
     presence_, frequency_penalty
     top_k, min_p                llama.cpp's extensions; top_k 0 or -1 keeps all
+    repeat_penalty              likewise; also called repetition_penalty
+    logit_bias                  {"token id": -100 to 100}, or llama.cpp's list of [id, bias], where false bans the token
     seed                        any 64-bit integer, folded into llama.cpp's 32 bits; -1 draws one, as in llama.cpp
     stop                        a string or up to 16 of them
     stream, stream_options      {"include_usage": true} adds a last chunk with the counts
+    n                           so many answers, with seeds that count up
+    response_format             text, json_object, json_schema; also llama.cpp's json_schema and grammar (GBNF)
+    logprobs                    of chats a boolean, with top_logprobs; of completions a number
+
+Of chats: tools, tool_choice, parallel_tool_calls (`tools`), and chat_template_kwargs, which the template reads.
 
 A parameter that would change the answer in a way that we cannot honour is refused (`_REFUSED`). Others, like `user`
 or `metadata`, are ignored, as are names that OpenAI does not define.
@@ -17,16 +24,17 @@ or `metadata`, are ignored, as are names that OpenAI does not define.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from swarm.backbone.requests import FinishReason, GenerationRequest, SamplingParams, TextDelta
-from swarm.errors import ExpertUnavailable, Overloaded, UserError
+from swarm.backbone.requests import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from swarm.gateway.chat_template import Message
+from swarm.gateway.errors import Json, RequestRefused
+from swarm.gateway.tools import Tool, ToolChoice
 
-Json = dict[str, Any]
 T = TypeVar("T")
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat goes on to the end of the context
@@ -36,46 +44,25 @@ MAX_BYTES_PER_TOKEN = 64
 MAX_STOPS = 16  # OpenAI takes 4; llama.cpp's clients send a few more
 MAX_STOP_CHARS = 1024  # guessed
 MAX_TOKEN_ID = 2**31 - 1  # llama_token is an int32
-EXPERT_RETRY_S = 5.0  # guessed: a lost peer's replacement is found, or the peer is back
+LLAMA_SEEDS = 0xFFFF_FFFF  # seeds are below it: that number itself asks llama.cpp for a random one
+MAX_ANSWERS = 16  # of one request; guessed
+MAX_LOGPROBS = 20  # OpenAI's
+MAX_BIASES = 1024  # guessed
+MAX_TOOLS, MAX_TOOL_NAME_CHARS = 128, 64  # OpenAI's
+MAX_DETOKENIZED = 1 << 20  # guessed
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 
 # Parameter -> (values that ask for nothing, why others are refused).
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "n": ((1,), "one answer per request: send the request again for another"),
-    "best_of": ((1,), "one answer per request"),
     "suffix": (("",), "text cannot be inserted before a suffix"),
-    "logprobs": ((False,), "log probabilities are not returned"),
-    "top_logprobs": ((0,), "log probabilities are not returned"),
-    "logit_bias": (({},), "logits cannot be biased"),
-    "response_format": (({"type": "text"},), 'answers are plain text: only {"type": "text"} is served'),
-    "grammar": (("",), "answers cannot be held to a grammar"),
-    "json_schema": (({},), "answers cannot be held to a schema"),
-    "tools": (([],), "tools are not served"),
-    "tool_choice": (("none", "auto"), "tools are not served"),
-    "functions": (([],), "tools are not served"),
-    "function_call": (("none", "auto"), "tools are not served"),
+    "functions": (([],), "use tools"),
+    "function_call": (("none", "auto"), "use tool_choice"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
     "prediction": ((), "predicted outputs are not served"),
     "web_search_options": ((), "the web is not searched"),
 }
-
-
-class RequestRefused(UserError):
-    """A request that OpenAI's protocol, or this gateway, does not allow.
-
-    Attributes:
-        param: the parameter at fault, if one is.
-        code: OpenAI's word for it, if there is one.
-        status: the HTTP status.
-    """
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,18 +80,47 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What both endpoints read from a body, but for the prompt."""
+    """What both endpoints read from a body, but for the prompt.
+
+    Attributes:
+        n: how many answers.
+        tools: what a chat's answer may call.
+        template_variables: what a chat's template reads beside the messages.
+    """
 
     max_tokens: int | None
     sampling: SamplingParams
     stop: tuple[str, ...]
     is_stream: bool
     include_usage: bool
+    n: int = 1
+    n_logprobs: int | None = None
+    grammar: Grammar | None = None
+    tools: ToolChoice = field(default_factory=ToolChoice)
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
-    def generation(self, prompt: str | tuple[int, ...]) -> GenerationRequest:
-        """Return the request for the engine. Special tokens written in a prompt count as such, as in llama.cpp."""
+    def generation(
+        self, prompt: str | tuple[int, ...], *, index: int = 0, grammar: Grammar | None = None
+    ) -> GenerationRequest:
+        """Return the request for the engine. Special tokens written in a prompt count as such, as in llama.cpp.
+
+        Args:
+            index: of the `n` answers; each has its own seed.
+            grammar: in place of the call's own.
+        """
+        sampling = self.sampling
+        if index and sampling.seed is not None:
+            sampling = replace(sampling, seed=(sampling.seed + index) % LLAMA_SEEDS)
         return GenerationRequest(
-            prompt=prompt, max_tokens=self.max_tokens, sampling=self.sampling, stop=self.stop, parse_special=True
+            prompt=prompt,
+            max_tokens=self.max_tokens,
+            sampling=sampling,
+            stop=self.stop,
+            parse_special=True,
+            grammar=grammar or self.grammar,
+            n_logprobs=self.n_logprobs,
+            shows_special=bool(self.tools.tools),
+            is_stream=self.is_stream,
         )
 
 
@@ -116,7 +132,16 @@ def parse_completion(body: object, served: ServedModel) -> tuple[Call, str | tup
     if echo and not isinstance(prompt, str):
         raise RequestRefused("a prompt of token ids cannot be echoed: send it as text", param="echo")
     max_tokens = _max_tokens(fields, "max_tokens", served.n_ctx, default=DEFAULT_COMPLETION_TOKENS)
-    return _call(fields, max_tokens), prompt, prompt if echo and isinstance(prompt, str) else ""
+    n_logprobs = None if fields.get("logprobs") is False else _ranged(fields, "logprobs", 0, MAX_LOGPROBS)
+    if echo and n_logprobs is not None:
+        raise RequestRefused("a prompt's log probabilities are not returned: leave out echo", param="logprobs")
+    best_of, n = (_ranged(fields, name, 1, MAX_ANSWERS) or 1 for name in ("best_of", "n"))
+    if best_of > n:
+        raise RequestRefused(
+            "best_of is not supported: all n answers are returned", param="best_of", code="unsupported_parameter"
+        )
+    call = replace(_call(fields, max_tokens), n_logprobs=n_logprobs)
+    return call, prompt, prompt if echo and isinstance(prompt, str) else ""
 
 
 def parse_chat(body: object, served: ServedModel) -> tuple[Call, tuple[Message, ...]]:
@@ -130,7 +155,36 @@ def parse_chat(body: object, served: ServedModel) -> tuple[Call, tuple[Message, 
     messages = tuple(_message(turn, f"messages[{index}]") for index, turn in enumerate(turns))
     _check_bytes(sum(len(message.content.encode()) for message in messages), served, "messages")
     name = "max_tokens" if fields.get("max_completion_tokens") is None else "max_completion_tokens"
-    return _call(fields, _max_tokens(fields, name, served.n_ctx, default=None)), messages
+    call = _call(fields, _max_tokens(fields, name, served.n_ctx, default=None))
+    tools = _tool_choice(fields)
+    if tools.is_required and call.grammar is not None:
+        raise RequestRefused("an answer cannot be a tool's call and follow a response_format", param="tool_choice")
+    has_logprobs = _value(fields, "logprobs", bool, False)
+    n_top = _ranged(fields, "top_logprobs", 0, MAX_LOGPROBS) or 0
+    if n_top and not has_logprobs:
+        raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
+    variables = _value(fields, "chat_template_kwargs", dict, {})
+    return replace(
+        call, tools=tools, n_logprobs=n_top if has_logprobs else None, template_variables=variables
+    ), messages
+
+
+def parse_tokenize(body: object, served: ServedModel) -> GenerationRequest:
+    """Return what to tokenise, of llama.cpp's `/tokenize`. Raises RequestRefused."""
+    fields = _fields(body, served)
+    content = _value(fields, "content", str, "")
+    check_prompt(content, served, "content")
+    return GenerationRequest(
+        prompt=_text(content, "content"), parse_special=_value(fields, "parse_special", bool, True)
+    )
+
+
+def parse_detokenize(body: object, served: ServedModel) -> tuple[int, ...]:
+    """Return the tokens of llama.cpp's `/detokenize`. Raises RequestRefused."""
+    tokens = _fields(body, served).get("tokens")
+    if not isinstance(tokens, list) or len(tokens) > MAX_DETOKENIZED or any(type(each) is not int for each in tokens):
+        raise RequestRefused(f"tokens must be a list of at most {MAX_DETOKENIZED} token ids", param="tokens")
+    return tuple(tokens)
 
 
 def check_prompt(prompt: str, served: ServedModel, param: str) -> None:
@@ -177,24 +231,138 @@ def _call(fields: Json, max_tokens: int | None) -> Call:
         stop=_stop(fields.get("stop")),
         is_stream=_value(fields, "stream", bool, False),
         include_usage=_value(options, "include_usage", bool, False, param="stream_options.include_usage"),
+        n=_ranged(fields, "n", 1, MAX_ANSWERS) or 1,
+        grammar=_grammar(fields),
+    )
+
+
+def _grammar(fields: Json) -> Grammar | None:
+    """Return what the answer is held to, by whichever of the parameters says so."""
+    form = _value(fields, "response_format", dict, {})
+    found: list[Grammar] = []
+    match form.get("type", "text"):
+        case "text":
+            pass
+        case "json_object":
+            name = "value" if form.get("schema") is None else "schema"  # Hugging Face's client, and llama.cpp's
+            schema = _value(form, name, dict, {"type": "object"}, param="response_format")
+            found.append(_schema(schema))
+        case "json_schema":
+            outer = _value(form, "json_schema", dict, {}, param="response_format.json_schema")
+            given = outer.get("schema", form.get("schema"))
+            if not isinstance(given, dict):
+                raise RequestRefused("response_format.json_schema.schema must be an object", param="response_format")
+            found.append(_schema(given))
+        case other:
+            raise RequestRefused(
+                f"response_format.type is not supported: got {str(other)[:50]!r}, expected text, json_object or json_schema",
+                param="response_format",
+                code="unsupported_parameter",
+            )
+    if schema := _value(fields, "json_schema", dict, {}):
+        found.append(_schema(schema))
+    if text := _value(fields, "grammar", str, ""):
+        found.append(Grammar(kind=GrammarKind.GBNF, text=_text(text, "grammar")))
+    if len(found) > 1:
+        raise RequestRefused("give one of response_format, json_schema and grammar", param="response_format")
+    return found[0] if found else None
+
+
+def _schema(schema: Json) -> Grammar:
+    return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(schema))
+
+
+def _tool_choice(fields: Json) -> ToolChoice:
+    given = _value(fields, "tools", list, [])
+    if len(given) > MAX_TOOLS:
+        raise RequestRefused(f"too many tools: got {len(given)}, expected at most {MAX_TOOLS}", param="tools")
+    tools = tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(given))
+    has_several = _value(fields, "parallel_tool_calls", bool, True)
+    choice = fields.get("tool_choice")
+    match choice:
+        case None | "auto":
+            return ToolChoice(tools=tools, has_several=has_several)
+        case "none":
+            return ToolChoice()
+        case "required":
+            chosen = tools
+        case {"type": "function", "function": {"name": str(name)}}:
+            chosen = tuple(tool for tool in tools if tool.name == name)
+        case _:
+            chosen = ()
+    if not chosen:
+        raise RequestRefused("tool_choice must be none, auto, required, or name one of the tools", param="tool_choice")
+    return ToolChoice(tools=chosen, is_required=True, has_several=has_several)
+
+
+def _tool(given: object, where: str) -> Tool:
+    function = (
+        given.get("function") if isinstance(given, dict) and given.get("type", "function") == "function" else None
+    )
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str) or not 0 < len(name) <= MAX_TOOL_NAME_CHARS:
+        raise RequestRefused(f"{where} must be a function with a name", param=where)
+    return Tool(
+        name=_text(name, where),
+        description=_text(_value(function, "description", str, "", param=f"{where}.description"), where),
+        parameters=_value(
+            function, "parameters", dict, {"type": "object", "properties": {}}, param=f"{where}.parameters"
+        ),
     )
 
 
 def _sampling(fields: Json) -> SamplingParams:
-    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+    if fields.get("repeat_penalty") is None and fields.get("repetition_penalty") is not None:
+        fields = {**fields, "repeat_penalty": fields["repetition_penalty"]}
+    names = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repeat_penalty")
     given: dict[str, Any] = {name: _number(fields, name) for name in names if fields.get(name) is not None}
+    given["logit_bias"] = _logit_bias(fields.get("logit_bias"))
     top_k = _value(fields, "top_k", int, 0)
     given["top_k"] = 0 if top_k == -1 else min(top_k, MAX_TOKEN_ID)
     seed = _value(fields, "seed", int, -1)
     if not -(2**63) <= seed < 2**63:
         raise RequestRefused("seed out of range: expected a 64-bit integer", param="seed")
-    given["seed"] = None if seed == -1 else seed % 0xFFFF_FFFF  # that number itself asks llama.cpp for a random seed
+    given["seed"] = None if seed == -1 else seed % LLAMA_SEEDS
     for name, value in given.items():  # one by one, so that the error names its parameter
         try:
             SamplingParams(**{name: value})
         except ValueError as error:
             raise RequestRefused(str(error), param=name) from error
     return SamplingParams(**given)
+
+
+def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
+    pairs: list[Any] = [] if value is None else list(value.items()) if isinstance(value, dict) else [value]
+    if isinstance(value, list):
+        pairs = value
+    if len(pairs) > MAX_BIASES:
+        raise RequestRefused(f"too many biases: got {len(pairs)}, expected at most {MAX_BIASES}", param="logit_bias")
+    found: list[tuple[int, float]] = []
+    for pair in pairs:
+        match pair:
+            case (str(text), bias) if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TOKEN_ID)):
+                token = int(text)
+            case (int(token), bias) | [int(token), bias]:
+                pass
+            case _:
+                raise RequestRefused("logit_bias must map token ids to numbers", param="logit_bias")
+        if bias is False:
+            found.append((token, -math.inf))
+        elif type(bias) in (int, float) and -100 <= bias <= 100 and 0 <= token <= MAX_TOKEN_ID:
+            found.append((token, float(bias)))
+        else:
+            raise RequestRefused("logit_bias out of range: expected token ids and -100 to 100", param="logit_bias")
+    return tuple(found)
+
+
+def _ranged(fields: Json, name: str, least: int, most: int) -> int | None:
+    """Return an integer field, None where it is absent."""
+    if fields.get(name) is None:
+        return None
+    value = _value(fields, name, int, least)
+    if not least <= value <= most:
+        raise RequestRefused(f"{name} out of range: got {value}, expected {least} to {most}", param=name)
+    return value
 
 
 def _max_tokens(fields: Json, name: str, n_ctx: int, *, default: int | None) -> int | None:
@@ -238,11 +406,12 @@ def _message(turn: object, where: str) -> Message:
         role = "system"
     if not isinstance(role, str) or role not in ROLES:
         raise RequestRefused(f"{where}.role must be one of {', '.join(ROLES)}, developer", param=f"{where}.role")
-    if turn.get("tool_calls") or turn.get("function_call"):
-        raise RequestRefused(
-            f"{where}: tools are not served", param=f"{where}.tool_calls", code="unsupported_parameter"
-        )
+    calls = tuple(_past_call(call, where) for call in _value(turn, "tool_calls", list, [], param=f"{where}.tool_calls"))
+    if calls and role != "assistant":
+        raise RequestRefused(f"{where}.tool_calls belongs to an assistant's turn", param=f"{where}.tool_calls")
     content = turn.get("content")
+    if content is None and calls:
+        content = ""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts: list[str] = []
     for part in parts:
@@ -250,7 +419,31 @@ def _message(turn: object, where: str) -> Message:
         if not isinstance(text, str):
             raise RequestRefused(f"{where}.content must be text, or a list of text parts", param=f"{where}.content")
         texts.append(_text(text, f"{where}.content"))
-    return Message(role=role, content="".join(texts))
+    answered = name = ""
+    if role == "tool":
+        answered = _text(_value(turn, "tool_call_id", str, "", param=f"{where}.tool_call_id"), where)
+        name = _text(_value(turn, "name", str, "", param=f"{where}.name"), where)
+    return Message(
+        role=role, content="".join(texts), tool_calls=calls, tool_call_id=answered or None, name=name or None
+    )
+
+
+def _past_call(call: object, where: str) -> Json:
+    """Return a call of an earlier turn as templates read it: with its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestRefused(f"{where}.tool_calls must hold calls of functions", param=f"{where}.tool_calls")
+    arguments: Any = function.get("arguments", "{}")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):  # a model wrote it: shown as it is
+            pass
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 def _value(fields: Json, name: str, kind: type[T], default: T, *, param: str | None = None) -> T:
@@ -298,150 +491,3 @@ _KINDS: Mapping[type, str] = {
 
 def _kind(value: object) -> str:
     return _KINDS[type(value)]
-
-
-def usage_of(last: TextDelta) -> Json:
-    """Return the counts of a finished answer."""
-    n_prompt, n_completion = last.n_prompt_tokens, last.n_completion_tokens
-    return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Shapes one answer, whole or as the chunks of a stream.
-
-    Attributes:
-        created: Unix time, in seconds.
-        has_usage: every chunk then carries `usage`, null but in the last.
-    """
-
-    answer_id: str
-    created: int
-    model: str
-    has_usage: bool = False
-
-    def _object(self, kind: str, choices: list[Json]) -> Json:
-        head = {"id": self.answer_id, "object": kind, "created": self.created, "model": self.model}
-        return {**head, "choices": choices}
-
-    def _chunk(self, kind: str, choice: Json, finish_reason: FinishReason | None) -> Json:
-        choices = [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}]
-        return {**self._object(kind, choices), **({"usage": None} if self.has_usage else {})}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer(Answer):
-    """`chat.completion` and its chunks."""
-
-    def whole(self, text: str, last: TextDelta) -> Json:
-        """Return the answer in one piece."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": last.finish_reason}
-        return {**self._object("chat.completion", [choice]), "usage": usage_of(last)}
-
-    def opening(self) -> list[Json]:
-        """Return the chunks that come before the first text."""
-        return [self._delta({"role": "assistant", "content": ""})]
-
-    def text(self, text: str) -> Json:
-        """Return the chunk for a piece of text."""
-        return self._delta({"content": text})
-
-    def closing(self, last: TextDelta) -> list[Json]:
-        """Return the chunks that come after the last text."""
-        counts = {**self._object("chat.completion.chunk", []), "usage": usage_of(last)}
-        return [self._delta({}, last.finish_reason), *([counts] if self.has_usage else [])]
-
-    def _delta(self, delta: Json, finish_reason: FinishReason | None = None) -> Json:
-        return self._chunk("chat.completion.chunk", {"delta": delta}, finish_reason)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionAnswer(Answer):
-    """`text_completion`, whose chunks have the same shape.
-
-    Attributes:
-        echo: text to put before the answer.
-    """
-
-    echo: str = ""
-
-    def whole(self, text: str, last: TextDelta) -> Json:
-        """Return the answer in one piece."""
-        choice = {"index": 0, "text": self.echo + text, "logprobs": None, "finish_reason": last.finish_reason}
-        return {**self._object("text_completion", [choice]), "usage": usage_of(last)}
-
-    def opening(self) -> list[Json]:
-        """Return the chunks that come before the first text."""
-        return [self.text(self.echo)] if self.echo else []
-
-    def text(self, text: str) -> Json:
-        """Return the chunk for a piece of text."""
-        return self._chunk("text_completion", {"text": text}, None)
-
-    def closing(self, last: TextDelta) -> list[Json]:
-        """Return the chunks that come after the last text."""
-        finish = self._chunk("text_completion", {"text": ""}, last.finish_reason)
-        counts = {**self._object("text_completion", []), "usage": usage_of(last)}
-        return [finish, *([counts] if self.has_usage else [])]
-
-
-def model_entry(served: ServedModel, created: int) -> Json:
-    """Return the model as `/v1/models` lists it; `meta` is where llama.cpp tells of the context too."""
-    meta = {"n_ctx": served.n_ctx}
-    return {"id": served.name, "object": "model", "created": created, "owned_by": "swarm", "meta": meta}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorAnswer:
-    """An error as a client sees it.
-
-    Attributes:
-        fields: more of the error object, beside OpenAI's four.
-        retry_after_s: when to try again, if that may help.
-    """
-
-    status: int
-    message: str
-    kind: str = "invalid_request_error"
-    param: str | None = None
-    code: str | None = None
-    fields: Mapping[str, object] | None = None
-    retry_after_s: float | None = None
-
-    def body(self) -> Json:
-        """Return the JSON object; also what a stream sends in place of its next chunk."""
-        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
-        return {"error": {**error, **(self.fields or {})}}
-
-    def headers(self) -> dict[str, str]:
-        """Return the HTTP headers that belong to it."""
-        return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
-
-
-def error_answer(error: Exception) -> ErrorAnswer:
-    """Return what to tell a client. An exception that is not expected here tells nothing: status 500."""
-    match error:
-        case RequestRefused():
-            return ErrorAnswer(status=error.status, message=str(error), param=error.param, code=error.code)
-        case UserError():
-            return ErrorAnswer(status=400, message=str(error))
-        case ExpertUnavailable():
-            return ErrorAnswer(
-                status=503,
-                message=str(error),
-                kind="server_error",
-                code="expert_unavailable",
-                fields={"layer": error.layer, "experts": list(error.experts)},
-                retry_after_s=EXPERT_RETRY_S,
-            )
-        case Overloaded():
-            return ErrorAnswer(
-                status=429,
-                message=str(error),
-                kind="rate_limit_error",
-                code="overloaded",
-                retry_after_s=error.retry_after_s,
-            )
-        case _:
-            return ErrorAnswer(status=500, message="internal error", kind="server_error", code="internal_error")

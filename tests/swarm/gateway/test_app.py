@@ -18,9 +18,10 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.backbone.requests import FinishReason, GenerationRequest, TextDelta
+from swarm.backbone.requests import FinishReason, GenerationRequest, TextDelta, TokenLogprob
 from swarm.errors import ExpertUnavailable, Overloaded, UserError
-from swarm.gateway.app import MAX_BODY_BYTES, create_app
+from swarm.gateway.access import MAX_BODY_BYTES, Access
+from swarm.gateway.app import create_app
 
 DEADLINE_S = 5.0  # of things that take a few milliseconds
 EXAMPLE = Path(__file__).parents[3] / "examples" / "openai_client.py"
@@ -41,8 +42,16 @@ class ScriptedGenerator:
         self.chat_template = chat_template
         self.special_tokens = {"bos_token": "", "eos_token": ""}
         self.requests: list[GenerationRequest] = []
+        self.logprobs: tuple[TokenLogprob, ...] = ()  # of each step
         self.waiting = asyncio.Event()  # set when an event of the script is waited for
         self.closed = asyncio.Event()
+
+    def tokenize(self, request: GenerationRequest) -> list[int]:
+        assert isinstance(request.prompt, str)
+        return [ord(each) for each in request.prompt]
+
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TextDelta, None]:
         self.requests.append(request)
@@ -54,7 +63,7 @@ class ScriptedGenerator:
                     self.waiting.set()
                     await step.wait()
                     continue
-                yield TextDelta(text=step, n_prompt_tokens=4, n_completion_tokens=n_tokens)
+                yield TextDelta(text=step, n_prompt_tokens=4, n_completion_tokens=n_tokens, logprobs=self.logprobs)
             n_tokens = len(self.script)
             yield TextDelta(text="", n_prompt_tokens=4, n_completion_tokens=n_tokens, finish_reason=FinishReason.LENGTH)
             raise AssertionError("asked for more than the last delta")
@@ -406,8 +415,8 @@ async def test_a_body_over_the_limit_is_a_413(is_chunked: bool) -> None:
 async def test_refusals_name_parameter_and_code() -> None:
     async with serving(ScriptedGenerator("ok")) as client, sdk(client) as official:
         with pytest.raises(openai.BadRequestError) as bad:
-            await official.completions.create(model="tiny-moe", prompt="x", n=2)
-        assert (bad.value.param, bad.value.code) == ("n", "unsupported_parameter")
+            await official.completions.create(model="tiny-moe", prompt="x", suffix="tail")
+        assert (bad.value.param, bad.value.code) == ("suffix", "unsupported_parameter")
         with pytest.raises(openai.NotFoundError) as missing:
             await official.completions.create(model="gpt-4o", prompt="x")
         assert missing.value.code == "model_not_found"
@@ -583,7 +592,7 @@ REBOUND += ["[::1", "::1", "127.0.0.1:x", "localhost:80:80", "user@localhost", "
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_a_page_whose_name_was_bound_to_this_machine_is_refused(host: str, method: str) -> None:
     generator = ScriptedGenerator("ok")
-    async with serving(generator, allowed_hosts=["ours.example"]) as client:
+    async with serving(generator, access=Access(allowed_hosts=["ours.example"])) as client:
         path, options = ("/v1/models", {}) if method == "GET" else ("/v1/completions", {"json": COMPLETION})
         ask = client.get if method == "GET" else client.post
         async with ask(path, headers={"Host": host}, **options) as response:
@@ -609,14 +618,14 @@ async def test_a_page_whose_name_was_bound_to_this_machine_is_refused(host: str,
 )
 async def test_this_machines_names_and_allowed_ones_are_served(host: str) -> None:
     async with (
-        serving(ScriptedGenerator("ok"), allowed_hosts=["ours.EXAMPLE."]) as client,
+        serving(ScriptedGenerator("ok"), access=Access(allowed_hosts=["ours.EXAMPLE."])) as client,
         client.post("/v1/completions", json=COMPLETION, headers={"Host": host}) as response,
     ):
         assert response.status == 200
 
 
 async def test_a_request_must_name_one_host() -> None:
-    async with serving(ScriptedGenerator("ok"), allowed_hosts=()) as client:
+    async with serving(ScriptedGenerator("ok"), access=Access(allowed_hosts=())) as client:
         for hosts in ("", "Host: localhost\r\nHost: evil.example\r\n"):
             reader, writer = await asyncio.open_connection(client.host, client.port)
             writer.write(f"GET /v1/models HTTP/1.0\r\n{hosts}\r\n".encode())
@@ -631,3 +640,111 @@ async def test_a_gateway_that_is_open_to_others_takes_every_name() -> None:
         client.get("/v1/models", headers={"Host": "gateway.example"}) as response,
     ):
         assert response.status == 200
+
+
+# Several answers, log probabilities, tools
+
+
+async def test_several_answers_come_side_by_side() -> None:
+    generator = ScriptedGenerator("a", "b")
+    async with serving(generator) as client, sdk(client) as official:
+        whole = await official.chat.completions.create(model="tiny-moe", messages=MESSAGES, n=3, seed=5)
+        assert [(each.index, each.message.content) for each in whole.choices] == [(0, "ab"), (1, "ab"), (2, "ab")]
+        assert whole.usage is not None
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (4, 6)
+        assert [request.sampling.seed for request in generator.requests] == [5, 6, 7]
+        texts = {0: "", 1: ""}
+        reasons = {}
+        async for chunk in await official.completions.create(model="tiny-moe", prompt="x", n=2, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+        assert texts == {0: "ab", 1: "ab"}
+        assert reasons == {0: "length", 1: "length"}
+
+
+async def test_of_several_answers_the_first_failure_ends_all() -> None:
+    generator = ScriptedGenerator(LOST)
+    async with serving(generator) as client:
+        async with client.post("/v1/completions", json={**COMPLETION, "n": 2}) as response:
+            assert (await refusal(response))[0] == 503
+        await asyncio.wait_for(generator.closed.wait(), DEADLINE_S)
+
+
+async def test_log_probabilities_are_read_by_the_official_client() -> None:
+    generator = ScriptedGenerator("a")
+    generator.logprobs = (TokenLogprob(piece=b"a", logprob=-0.5, likeliest=((b"b", -0.25),)),)
+    async with serving(generator) as client, sdk(client) as official:
+        whole = await official.chat.completions.create(
+            model="tiny-moe", messages=MESSAGES, logprobs=True, top_logprobs=1
+        )
+        found = whole.choices[0].logprobs
+        assert found is not None
+        assert found.content is not None
+        assert (found.content[0].token, found.content[0].top_logprobs[0].logprob) == ("a", -0.25)
+        plain = await official.completions.create(model="tiny-moe", prompt="x", logprobs=1)
+        assert plain.choices[0].logprobs is not None
+        assert plain.choices[0].logprobs.token_logprobs == [-0.5]
+    assert [request.n_logprobs for request in generator.requests] == [1, 1]
+
+
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+async def test_tools_are_called_through_the_official_client() -> None:
+    generator = ScriptedGenerator("Wait. <tool_", 'call>{"name": "add", ', '"arguments": {"a": 1}}</tool_call>')
+    async with serving(generator) as client, sdk(client) as official:
+        whole = await official.chat.completions.create(model="tiny-moe", messages=MESSAGES, tools=TOOLS)
+        message = whole.choices[0].message
+        assert message.content == "Wait."
+        assert message.tool_calls is not None
+        call: Any = message.tool_calls[0]
+        assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 1})
+        assert "<tools>" in str(generator.requests[0].prompt)
+        stream = await official.chat.completions.create(model="tiny-moe", messages=MESSAGES, tools=TOOLS, stream=True)
+        streamed = [each.delta.tool_calls async for chunk in stream for each in chunk.choices if each.delta.tool_calls]
+        assert [(each[0].index, each[0].function.name) for each in streamed if each[0].function] == [(0, "add")]
+
+
+async def test_a_call_that_is_required_is_begun_for_the_model() -> None:
+    generator = ScriptedGenerator('{"name": "add", "arguments": {}}')
+    async with serving(generator) as client, sdk(client) as official:
+        whole = await official.chat.completions.create(
+            model="tiny-moe", messages=MESSAGES, tools=TOOLS, tool_choice="required"
+        )
+        assert whole.choices[0].message.content is None
+        assert whole.choices[0].message.tool_calls
+    (request,) = generator.requests
+    assert str(request.prompt).endswith("<|im_start|>assistant\n<tool_call>\n")
+    assert request.grammar is not None
+
+
+async def test_a_template_that_knows_tools_gets_them() -> None:
+    template = "{% for tool in tools %}{{ tool.function.name }}<tool_call>{% endfor %}{{ flavour }}"
+    generator = ScriptedGenerator("ok", chat_template=template)
+    async with serving(generator) as client:
+        body = {**CHAT, "tools": TOOLS, "chat_template_kwargs": {"flavour": "mint", "messages": []}}
+        async with client.post("/v1/chat/completions", json=body) as response:
+            assert response.status == 200
+    assert generator.requests[0].prompt == "add<tool_call>mint"
+
+
+async def test_text_becomes_tokens_and_text_again() -> None:
+    async with serving(ScriptedGenerator()) as client:
+        async with client.post("/tokenize", json={"content": "ab"}) as response:
+            assert await response.json() == {"tokens": [97, 98]}
+        async with client.post("/detokenize", json={"tokens": [97, 98]}) as response:
+            assert await response.json() == {"content": "ab"}
+        async with client.post("/v1/embeddings", json={"input": "ab"}) as response:
+            assert (await refusal(response))[0] == 400
+
+
+async def test_ready_says_in_a_word_whether_requests_would_be_answered() -> None:
+    reasons: list[str] = []
+    async with serving(ScriptedGenerator(), status=lambda: {"reasons": reasons}) as client:
+        async with client.get("/ready") as response:
+            assert (response.status, await response.json()) == (200, {"ready": True})
+        reasons.append("layer 3 lacks an expert")
+        async with client.get("/ready") as response:
+            assert (response.status, await response.json()) == (503, {"ready": False})

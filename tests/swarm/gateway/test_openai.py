@@ -8,24 +8,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.backbone.requests import FinishReason, GenerationRequest, SamplingParams, TextDelta
-from swarm.errors import EngineError, ExpertUnavailable, Overloaded, UserError
+from swarm.backbone.requests import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from swarm.gateway.chat_template import Message
+from swarm.gateway.errors import RequestRefused
 from swarm.gateway.openai import (
     MAX_BYTES_PER_TOKEN,
-    ChatAnswer,
-    CompletionAnswer,
-    RequestRefused,
+    Call,
     ServedModel,
     check_prompt,
-    error_answer,
     parse_chat,
     parse_completion,
+    parse_detokenize,
+    parse_tokenize,
 )
+from swarm.gateway.tools import Tool, ToolChoice
 
 SERVED = ServedModel(name="tiny-moe@1a2b3c4d", n_ctx=512)
 HELLO = [{"role": "user", "content": "hello"}]
-LAST = TextDelta(text="!", n_prompt_tokens=3, n_completion_tokens=2, finish_reason=FinishReason.STOP)
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 
 def chat(**fields: Any) -> GenerationRequest:
@@ -54,6 +54,7 @@ def test_every_parameter_reaches_the_engine() -> None:
         temperature=0.5, top_p=0.9, top_k=40, min_p=0.05, presence_penalty=1.0, frequency_penalty=-1.5, seed=42
     )
     rest: dict[str, Any] = {"max_tokens": 7, "sampling": sampling, "stop": ("\n", "END"), "parse_special": True}
+    rest["is_stream"] = False
     assert chat(**given) == GenerationRequest(prompt="rendered", **rest)
     assert completion(**given) == GenerationRequest(prompt="hello", **rest)
 
@@ -63,8 +64,9 @@ def test_absent_and_null_give_openais_defaults() -> None:
     names += ["presence_penalty", "frequency_penalty", "stream", "stream_options", "n", "best_of", "logprobs", "echo"]
     nulls = dict.fromkeys([*names, "suffix", "tools", "response_format"])
     for fields in ({}, nulls):
-        assert chat(**fields) == GenerationRequest(prompt="rendered", parse_special=True)
-        assert completion(**fields) == GenerationRequest(prompt="hello", max_tokens=16, parse_special=True)
+        assert chat(**fields) == GenerationRequest(prompt="rendered", parse_special=True, is_stream=False)
+        expected = GenerationRequest(prompt="hello", max_tokens=16, parse_special=True, is_stream=False)
+        assert completion(**fields) == expected
 
 
 @pytest.mark.parametrize(
@@ -192,23 +194,7 @@ def test_values_that_ask_for_nothing_special_pass(fields: dict[str, Any]) -> Non
 
 
 REFUSED: list[tuple[str, Any]] = [
-    ("n", 2),
-    ("n", True),
-    ("n", 1.0),
-    ("best_of", 3),
     ("suffix", "tail"),
-    ("logprobs", True),
-    ("logprobs", 0),
-    ("logprobs", 5),
-    ("top_logprobs", 2),
-    ("logit_bias", {"50256": -100}),
-    ("response_format", {"type": "json_object"}),
-    ("response_format", {"type": "json_schema", "json_schema": {}}),
-    ("grammar", 'root ::= "a"'),
-    ("json_schema", {"type": "object"}),
-    ("tools", [{"type": "function", "function": {"name": "f"}}]),
-    ("tool_choice", "required"),
-    ("tool_choice", {"type": "function", "function": {"name": "f"}}),
     ("functions", [{"name": "f"}]),
     ("function_call", {"name": "f"}),
     ("modalities", ["text", "audio"]),
@@ -256,6 +242,24 @@ BAD: list[tuple[str, Any]] = [
     ("stop", "\udc00"),
     ("stream", 1),
     ("stream_options", []),
+    ("n", 0),
+    ("n", 17),
+    ("n", True),
+    ("n", 1.0),
+    ("repeat_penalty", 0),
+    ("logit_bias", {"x": 1}),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"5": True}),
+    ("logit_bias", {"99999999999": 1}),
+    ("logit_bias", [[5]]),
+    ("logit_bias", [[-1, 1]]),
+    ("logit_bias", {str(token): 1 for token in range(1025)}),
+    ("response_format", "json"),
+    ("response_format", {"type": "xml"}),
+    ("response_format", {"type": "json_schema"}),
+    ("grammar", 5),
+    ("grammar", "\ud800"),
+    ("json_schema", "x"),
 ]
 
 
@@ -290,7 +294,9 @@ def test_tokens_cannot_be_echoed() -> None:
         ({}, "messages"),
         (["hi"], "messages[0]"),
         ([{"content": "hi"}], "messages[0].role"),
-        ([{"role": "tool", "content": "hi"}], "messages[0].role"),
+        ([{"role": "function", "content": "hi"}], "messages[0].role"),
+        ([{"role": "tool", "content": "hi", "tool_call_id": 5}], "messages[0].tool_call_id"),
+        ([{"role": "user", "content": "", "tool_calls": [{"function": {"name": "f"}}]}], "messages[0].tool_calls"),
         ([{"role": ["user"], "content": "hi"}], "messages[0].role"),
         ([*HELLO, {"role": "user"}], "messages[1].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
@@ -314,7 +320,19 @@ def test_a_body_must_be_an_object(body: object) -> None:
             parse(body, SERVED)
 
 
-NAMES = [*dict(REFUSED), *dict(BAD), "prompt", "messages", "echo", "max_completion_tokens", "user"]
+NAMES = [
+    *dict(REFUSED),
+    *dict(BAD),
+    "tools",
+    "tool_choice",
+    "logprobs",
+    "best_of",
+    "prompt",
+    "messages",
+    "echo",
+    "max_completion_tokens",
+    "user",
+]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.sampled_from(["user"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "type"]), inner),
@@ -337,60 +355,149 @@ def test_any_json_is_read_or_refused(body: object) -> None:
             assert call.max_tokens is None or 1 <= call.max_tokens < SERVED.n_ctx
 
 
-def test_a_chat_answer_has_openais_shape() -> None:
-    answer = ChatAnswer(answer_id="chatcmpl-1", created=9, model="m@1", has_usage=True)
-    head = {"id": "chatcmpl-1", "created": 9, "model": "m@1"}
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-    message = {"role": "assistant", "content": "hi!", "refusal": None}
-    assert answer.whole("hi!", LAST) == {
-        **head,
-        "object": "chat.completion",
-        "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": "stop"}],
-        "usage": usage,
-    }
-
-    def chunk(delta: dict[str, str], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**head, "object": "chat.completion.chunk", "choices": [choice], "usage": None}
-
-    assert answer.opening() == [chunk({"role": "assistant", "content": ""})]
-    assert answer.text("hi") == chunk({"content": "hi"})
-    last_chunk = {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
-    assert answer.closing(LAST) == [chunk({}, "stop"), last_chunk]
-    assert json.loads(json.dumps(answer.closing(LAST)[0]))["choices"][0]["finish_reason"] == "stop"
+# What goes beyond plain text
 
 
-def test_a_completion_answer_has_openais_shape() -> None:
-    answer = CompletionAnswer(answer_id="cmpl-1", created=9, model="m@1", echo="say ")
-    head = {"id": "cmpl-1", "object": "text_completion", "created": 9, "model": "m@1"}
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
-
-    def choices(text: str, finish_reason: str | None) -> list[dict[str, Any]]:
-        return [{"index": 0, "text": text, "logprobs": None, "finish_reason": finish_reason}]
-
-    assert answer.whole("hi!", LAST) == {**head, "choices": choices("say hi!", "stop"), "usage": usage}
-    assert answer.opening() == [{**head, "choices": choices("say ", None)}]
-    assert answer.text("hi") == {**head, "choices": choices("hi", None)}
-    assert answer.closing(LAST) == [{**head, "choices": choices("", "stop")}]
+def test_biases_and_penalties_reach_the_sampler() -> None:
+    sampling = chat(logit_bias={"7": -100, "9": 1.5}, repetition_penalty=1.25).sampling
+    assert (sampling.logit_bias, sampling.repeat_penalty) == (((7, -100.0), (9, 1.5)), 1.25)
+    assert chat(logit_bias=[[7, False], [9, 2]]).sampling.logit_bias == ((7, float("-inf")), (9, 2.0))
+    assert chat(repeat_penalty=1.5, repetition_penalty=1.25).sampling.repeat_penalty == 1.5
 
 
-def test_errors_map_to_statuses_and_codes() -> None:
-    lost = error_answer(ExpertUnavailable(3, (5, 9), "peer lost"))
-    assert lost.status == 503
-    assert lost.headers() == {"Retry-After": "5"}
-    assert lost.body() == {
-        "error": {
-            "message": "no answer for layer 3, experts 5, 9: peer lost",
-            "type": "server_error",
-            "param": None,
-            "code": "expert_unavailable",
-            "layer": 3,
-            "experts": [5, 9],
-        }
-    }
-    busy = error_answer(Overloaded("8 requests wait", retry_after_s=2.2))
-    assert (busy.status, busy.code, busy.headers()) == (429, "overloaded", {"Retry-After": "3"})
-    assert error_answer(UserError("the prompt is empty")).body()["error"]["message"] == "the prompt is empty"
-    for error in (EngineError("secret"), RuntimeError("secret")):
-        told = error_answer(error)
-        assert (told.status, told.code, told.message) == (500, "internal_error", "internal error")
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "text"),
+    [
+        ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_SCHEMA, {"type": "object"}),
+        ({"response_format": {"type": "json_object", "schema": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"response_format": {"type": "json_object", "value": SCHEMA}}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            GrammarKind.JSON_SCHEMA,
+            SCHEMA,
+        ),
+        ({"json_schema": SCHEMA}, GrammarKind.JSON_SCHEMA, SCHEMA),
+        ({"grammar": 'root ::= "a"'}, GrammarKind.GBNF, 'root ::= "a"'),
+    ],
+)
+def test_what_an_answer_must_look_like(fields: dict[str, Any], kind: GrammarKind, text: object) -> None:
+    for grammar in (chat(**fields).grammar, completion(**fields).grammar):
+        assert isinstance(grammar, Grammar)
+        assert grammar.kind is kind
+        assert (json.loads(grammar.text) if kind is GrammarKind.JSON_SCHEMA else grammar.text) == text
+
+
+def test_two_shapes_for_one_answer_are_refused() -> None:
+    with pytest.raises(RequestRefused, match="one of"):
+        chat(response_format={"type": "json_object"}, grammar='root ::= "a"')
+
+
+def test_log_probabilities_of_chats_and_completions() -> None:
+    assert chat(logprobs=True).n_logprobs == 0
+    assert chat(logprobs=True, top_logprobs=20).n_logprobs == 20
+    assert chat(logprobs=False).n_logprobs is None
+    assert completion(logprobs=0).n_logprobs == 0
+    assert completion(logprobs=5).n_logprobs == 5
+    for parse, fields in (
+        (chat, {"top_logprobs": 3}),
+        (chat, {"logprobs": 3}),
+        (chat, {"logprobs": True, "top_logprobs": 21}),
+        (completion, {"logprobs": True}),
+        (completion, {"logprobs": 21}),
+        (completion, {"logprobs": 1, "echo": True}),
+    ):
+        with pytest.raises(RequestRefused):
+            parse(**fields)
+
+
+def test_several_answers_have_seeds_that_count_up() -> None:
+    call: Call = parse_completion({"prompt": "x", "n": 3, "best_of": 3, "seed": 2**32 - 3}, SERVED)[0]
+    assert call.n == 3
+    seeds = [call.generation("x", index=index).sampling.seed for index in range(3)]
+    assert seeds == [2**32 - 3, 2**32 - 2, 0]
+    assert parse_completion({"prompt": "x", "n": 2}, SERVED)[0].generation("x", index=1).sampling.seed is None
+    with pytest.raises(RequestRefused) as caught:
+        completion(n=1, best_of=2)
+    assert (caught.value.param, caught.value.code) == ("best_of", "unsupported_parameter")
+
+
+def tools_of(**fields: Any) -> ToolChoice:
+    return parse_chat({"messages": HELLO, **fields}, SERVED)[0].tools
+
+
+def test_tools_and_which_of_them_must_be_called() -> None:
+    tool = Tool(name="add", description="Adds.", parameters={"type": "object"})
+    other = {"type": "function", "function": {"name": "sub"}}
+    assert tools_of(tools=[TOOL]) == ToolChoice(tools=(tool,))
+    assert tools_of(tools=[TOOL], parallel_tool_calls=False) == ToolChoice(tools=(tool,), has_several=False)
+    assert tools_of(tools=[TOOL], tool_choice="none") == ToolChoice()
+    assert [each.name for each in tools_of(tools=[TOOL, other], tool_choice="required").tools] == ["add", "sub"]
+    named = tools_of(tools=[TOOL, other], tool_choice={"type": "function", "function": {"name": "add"}})
+    assert named == ToolChoice(tools=(tool,), is_required=True)
+    assert chat(tools=[TOOL]).shows_special
+    assert not chat().shows_special
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{}]}, "tools[0]"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0]"),
+        ({"tools": [{"function": {"name": "x" * 65}}]}, "tools[0]"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].parameters"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": "add"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ],
+)
+def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+
+
+def test_turns_with_calls_and_their_answers() -> None:
+    turns = [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "2"},
+        {"role": "user", "name": "Ann", "content": "thanks"},
+    ]
+    _, messages = parse_chat({"messages": turns}, SERVED)
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert messages == (
+        Message(role="assistant", content="", tool_calls=(call,)),
+        Message(role="tool", content="2", tool_call_id="c1", name="add"),
+        Message(role="user", content="thanks"),
+    )
+
+
+def test_bodies_of_tokenize_and_detokenize() -> None:
+    asked = parse_tokenize({"content": "a b"}, SERVED)
+    assert (asked.prompt, asked.parse_special) == ("a b", True)
+    assert not parse_tokenize({"content": "", "parse_special": False}, SERVED).parse_special
+    assert parse_detokenize({"tokens": [1, 2]}, SERVED) == (1, 2)
+    for parse, body in (
+        (parse_tokenize, {"content": 5}),
+        (parse_tokenize, {"content": "a" * (MOST_BYTES + 1)}),
+        (parse_detokenize, {}),
+        (parse_detokenize, {"tokens": ["a"]}),
+        (parse_detokenize, {"tokens": [True]}),
+    ):
+        with pytest.raises(RequestRefused):
+            parse(body, SERVED)  # type: ignore[operator]
