@@ -12,9 +12,11 @@ import pytest
 from aiohttp import web
 
 from swarm.dispatch.peer_states import PeerState, PeerView
+from swarm.gateway.access import Access
 from swarm.gateway.app import create_app
-from swarm.gateway.peer_map import build_map, page
 from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.web.backbone_map import build_map, digits
+from swarm.web.plain_page import page
 from tests.sample_records import sample_announcement
 from tests.swarm.gateway.test_app import ScriptedGenerator
 
@@ -49,19 +51,28 @@ def shown(**fields: Any) -> dict[str, Any]:
 def test_it_says_who_is_there_since_when_and_what_is_covered() -> None:
     assert shown() == {
         "at": 1_800_000_000,
-        "model": "tiny@1a2b3c4d",
-        "model_id": "1a" * 32,
+        "source": "backbone",
         "servable": False,
-        "missing": {"2": "2"},
-        "coverage": [
-            {"layer": 1, "n_expert": 3, "n_held": 3, "n_replicated": 1, "fewest_holders": 1},
-            {"layer": 2, "n_expert": 3, "n_held": 2, "n_replicated": 0, "fewest_holders": 0},
+        "models": [
+            {
+                "model": "tiny@1a2b3c4d",
+                "model_id": "1a" * 32,
+                "servable": False,
+                "missing": {"2": "2"},
+                "replicas": {"1": "211", "2": "110"},
+            }
         ],
         "n_used": 1,
+        "tokens_per_s": None,
+        "place": None,
+        "join": "",
         "peers": [
             {
                 "id": str(A),
                 "short": A.short,
+                "name": "",
+                "place": None,
+                "models": ["1a" * 32],
                 "state": "in use",
                 "state_since": 1_799_999_990,
                 "seen_since": 1_799_999_940,
@@ -74,6 +85,9 @@ def test_it_says_who_is_there_since_when_and_what_is_covered() -> None:
             {
                 "id": str(B),
                 "short": B.short,
+                "name": "",
+                "place": None,
+                "models": ["1a" * 32],
                 "state": "quarantined",
                 "state_since": 1_799_999_990,
                 "seen_since": 1_799_999_940,
@@ -85,6 +99,10 @@ def test_it_says_who_is_there_since_when_and_what_is_covered() -> None:
             },
         ],
     }
+
+
+def test_counts_are_one_character_each() -> None:
+    assert digits([0, 9, 10, 35, 36, 500]) == "09azzz"
 
 
 def test_what_is_missing_decides_what_is_servable_not_who_holds_it() -> None:
@@ -114,7 +132,7 @@ def parse(text: str) -> Parser:
 
 def test_the_page_says_the_same_without_scripts_or_anything_from_elsewhere() -> None:
     parsed = parse(page(shown()))
-    assert parsed.links == ["map.json"]
+    assert parsed.links == ["/map.json"]
     assert "script" not in parsed.tags
     assert "Cannot be served now" in parsed.text
     assert "layer 2: 2" in parsed.text
@@ -138,7 +156,7 @@ def test_a_ragged_slice_and_a_long_list_of_what_is_missing_stay_short() -> None:
     many = shown(peers=[view(A, PeerState.IN_USE, experts=experts)], missing=dict.fromkeys(range(50), (1,)))
     text = page(many)
     assert "100 blocks" in text
-    assert len(text) < 6000
+    assert len(text) < 8000
     assert len(many["peers"][0]["experts"]) == 50, "the JSON has it all"
 
 
@@ -156,7 +174,7 @@ def test_time_spans_are_for_people(ago_s: int, expected: str) -> None:
 
 async def test_the_gateway_serves_both_and_neither_without_a_map() -> None:
     for peer_map in (shown, None):
-        runner = web.AppRunner(create_app(ScriptedGenerator(), allowed_hosts=(), peer_map=peer_map))
+        runner = web.AppRunner(create_app(ScriptedGenerator(), access=Access(allowed_hosts=()), peer_map=peer_map))
         await runner.setup()
         try:
             await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -167,9 +185,10 @@ async def test_the_gateway_serves_both_and_neither_without_a_map() -> None:
                     if peer_map is not None:
                         assert await answer.json() == shown()
                         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
-                async with client.get("/map") as answer:
-                    assert answer.status == (404 if peer_map is None else 200)
-                    assert (answer.content_type == "text/html") == (peer_map is not None)
+                for path in ("/map", "/map/plain"):
+                    async with client.get(path) as answer:
+                        assert answer.status == (404 if peer_map is None else 200)
+                        assert (answer.content_type == "text/html") == (peer_map is not None)
                 async with client.get("/map.json", headers={"Host": "evil.example"}) as answer:
                     assert answer.status == 403
         finally:
