@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from swarm.errors import SwarmError, UserError
 from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.memory import free_memory_bytes
 from swarm.model.spec import ModelSpec
 from swarm.registry.publishers import Publishers
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, RoutingHistogram
@@ -177,27 +177,3 @@ class Chooser:
             self._node,
             among=self._among,
         )
-
-
-def free_memory_bytes() -> int | None:
-    """Return how much memory this process may still take, as far as the system tells; None if it does not."""
-    found: list[int] = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    except (OSError, ValueError, IndexError):
-        pass
-    try:  # a container's own limit
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = Path("/sys/fs/cgroup/memory.current").read_text().strip()
-        if limit.isdigit() and used.isdigit():
-            found.append(max(0, int(limit) - int(used)))
-    except OSError:
-        pass
-    if not found:
-        try:
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-        except (AttributeError, ValueError, OSError):
-            return None
-    return min(found)

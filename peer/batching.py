@@ -4,11 +4,13 @@ Pure: knows no thread, loop or clock.
 
     add(entry, asker) ... -> take() -> a group: an entry, and later ones of its layer
 
-Askers (backbones) take turns, and each one's dispatches are taken in their order: one that sends a hundred at once does not keep
-another's next token waiting for them all. Who is new, or comes back, goes before whoever had the last turn and behind all others
-who wait: so several who send one at a time do not keep one with many waiting, either. No layer starves: an asker's oldest
-dispatch is of the group of its turn, and what is drawn forward to a group is bounded. Raw rows (the form `exact`) are never
-merged: they promise the bits of a computation by itself, which only exact kernels keep; partial sums promise a tolerance.
+Askers (backbones) share by work, not by turns: whoever has had the fewest pairs goes next, so that one that sends whole prompts
+does not get a hundred times what one gets that decodes (start-time fair queueing: Goyal, Vin, Cheng, 1996). An asker that comes
+back is not credited for the time it was away: it starts level with who was served last. Each one's dispatches are taken in
+their order. A light asker so waits for one group of the others at most. No layer starves: an asker's oldest dispatch is of the
+group of its turn, and what is drawn forward to a group is bounded, and charged to whose it is. No asker starves: after
+MAX_PASSED_OVER groups it is its turn, whatever the others' names are. Raw rows (the form `exact`) are never merged: they promise
+the bits of a computation by itself, which only exact kernels keep; partial sums promise a tolerance.
 """
 
 from __future__ import annotations
@@ -28,6 +30,12 @@ from swarm.wire import messages as m
 # F=256, Q8_0; 145 us at F=768, Q4_K), so more would only delay the first answers: these are 8 to 20 ms. It also keeps the
 # chunks of a long batch apart (swarm.dispatch.chunks), which are to be answered one after another.
 MAX_MERGED_PAIRS = 128
+# What a dispatch costs beside its pairs, in pairs: a call takes about as long as one pair.
+OVERHEAD_PAIRS = 1
+# Groups that may be taken while somebody waits for a turn. Guessed: above what a prompt's longest batch (512 rows of 8) costs
+# beside merged groups of others, and a fraction of a second.
+MAX_PASSED_OVER = 64
+MAX_REMEMBERED = 64  # askers who do not wait but had more than others; beyond, all of these are forgiven. Guessed
 
 
 class Entry(Protocol):
@@ -42,13 +50,29 @@ class Entry(Protocol):
 E = TypeVar("E", bound=Entry)
 
 
+@dataclass(slots=True, eq=False)
+class _Asker:
+    """Somebody who waits, or was served lately.
+
+    Attributes:
+        start: the pairs it has had, in the line's own count.
+        turn_at: the number of groups taken when it had its last turn, or began to wait.
+    """
+
+    start: int
+    turn_at: int
+    n_waiting: int = 0
+
+
 class Line(Generic[E]):
     """Who waits, oldest first. Its user bounds it."""
 
     def __init__(self) -> None:
         self._entries: deque[tuple[Hashable, E]] = deque()  # with their askers
-        self._turns: dict[Hashable, int] = {}  # of those who wait: when their last turn was; odd for none yet
-        self._last_turn = 0  # even
+        self._askers: dict[Hashable, _Asker] = {}  # who wait, and those who have had more than the count is at
+        self._n_askers = 0  # who wait
+        self._count = 0  # where whoever was served last began
+        self._n_taken = 0  # groups
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -56,56 +80,80 @@ class Line(Generic[E]):
     def add(self, entry: E, asker: Hashable = None) -> None:
         """Take a place at the end."""
         self._entries.append((asker, entry))
-        self._turns.setdefault(asker, self._last_turn - 1)
+        known = self._askers.get(asker)
+        if known is None:
+            known = self._askers[asker] = _Asker(self._count, self._n_taken)
+        if not known.n_waiting:
+            self._n_askers += 1
+            known.start = max(known.start, self._count)
+            known.turn_at = self._n_taken
+        known.n_waiting += 1
 
     def discard(self, entry: E) -> None:
         """Leave the line; does nothing for one that is no longer in it."""
-        left = [each for each in self._entries if each[1] is not entry]
-        if len(left) < len(self._entries):
-            self._keep(left)
+        for index, (asker, each) in enumerate(self._entries):
+            if each is entry:
+                del self._entries[index]
+                self._left(asker)
+                return
 
     def take(self) -> list[E]:
         """Return whose turn it is and what to compute together with it, in the order they came; the line must not be empty."""
-        at = self._whose_turn() if len(self._turns) > 1 else 0
+        at = self._whose_turn() if self._n_askers > 1 else 0
         asker, first = self._entries[at]
-        self._last_turn += 2
-        self._turns[asker] = self._last_turn
-        if not at and (len(self._entries) == 1 or not _may_merge(first.dispatch)) and len(self._turns) == 1:
+        turn = self._askers[asker]
+        self._count = max(self._count, turn.start)
+        self._n_taken += 1
+        turn.turn_at = self._n_taken
+        if not at and (len(self._entries) == 1 or not _may_merge(first.dispatch)):
             self._entries.popleft()
-            if not self._entries:
-                self._turns.clear()
+            self._charge(asker, first)
             return [first]
         group: list[E] = []
-        left: list[tuple[Hashable, E]] = []
+        left: deque[tuple[Hashable, E]] = deque()
         n_pairs = len(first.dispatch.expert_ids)
         may_merge = _may_merge(first.dispatch)
         for index, each in enumerate(self._entries):
             entry = each[1]
             n_more = len(entry.dispatch.expert_ids)
-            if index == at:
-                group.append(entry)
-            elif may_merge and n_pairs + n_more <= MAX_MERGED_PAIRS and _fits(first.dispatch, entry.dispatch):
-                group.append(entry)
+            if index != at:
+                if not may_merge or n_pairs + n_more > MAX_MERGED_PAIRS or not _fits(first.dispatch, entry.dispatch):
+                    left.append(each)
+                    continue
                 n_pairs += n_more
-            else:
-                left.append(each)
-        self._keep(left)
+            group.append(entry)
+            self._charge(each[0], entry)
+        self._entries = left
         return group
 
     def _whose_turn(self) -> int:
-        """Return the place of the oldest entry of the asker whose last turn is longest ago."""
+        """Return the place of the oldest entry of the asker that has had least, or has been passed over for too long."""
         oldest: dict[Hashable, int] = {}
         for index, (asker, _) in enumerate(self._entries):
             oldest.setdefault(asker, index)
-            if len(oldest) == len(self._turns):
+            if len(oldest) == self._n_askers:
                 break
-        return oldest[min(oldest, key=lambda asker: (self._turns[asker], oldest[asker]))]
+        askers, latest = self._askers, self._n_taken - MAX_PASSED_OVER
+        return oldest[min(oldest, key=lambda each: (askers[each].turn_at > latest, askers[each].start, oldest[each]))]
 
-    def _keep(self, left: list[tuple[Hashable, E]]) -> None:
-        self._entries = deque(left)
-        waiting = {asker for asker, _ in left}
-        for asker in self._turns.keys() - waiting:
-            del self._turns[asker]
+    def _charge(self, asker: Hashable, entry: E) -> None:
+        self._askers[asker].start += len(entry.dispatch.expert_ids) + OVERHEAD_PAIRS
+        self._left(asker)
+
+    def _left(self, asker: Hashable) -> None:
+        """One entry of an asker waits no more."""
+        self._askers[asker].n_waiting -= 1
+        if self._askers[asker].n_waiting:
+            return
+        self._n_askers -= 1
+        are_many = len(self._askers) - self._n_askers > MAX_REMEMBERED
+        gone = [
+            name
+            for name, each in self._askers.items()
+            if not each.n_waiting and (are_many or each.start <= self._count)
+        ]
+        for name in gone:
+            del self._askers[name]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser, free_memory_bytes
+from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser
 from peer.compute import MAX_LINE, Compute
+from peer.disk_bound import DiskBoundExecutor
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
 from peer.model_file import OpenModel, choose_experts, open_model_file
 from peer.trust import choose_trusted
@@ -27,13 +28,16 @@ from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, NodeId
 from swarm.interruptible import Check, run_interruptibly
+from swarm.memory import free_memory_bytes
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest, verify_block
 from swarm.model.source import BlockSource
 from swarm.native.library import load_library, use_exact_kernels
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
+from swarm.net.path_finder import PathFinder
 from swarm.net.pool import Pool
+from swarm.net.relay_client import RelayAddress
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
@@ -67,6 +71,7 @@ class PeerConfig:
         model: which of the registry's models, by name or id prefix; None: the only one.
         publishers: whose models may be fetched; None: anybody's.
         fault: (layer, expert) in which one byte is changed after the hash check: the control of `swarm verify`.
+        disk_bytes_per_s: compute as slowly as from a disk of this speed: for tests and benchmarks of placement.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -82,6 +87,7 @@ class PeerConfig:
     n_threads: int = 1
     exact_kernels: bool = False
     fault: tuple[int, int] | None = None
+    disk_bytes_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,7 @@ class PeerDaemon:
         self._slice: _Slice | None = None
         self._former: _Slice | None = None  # while backbones may still ask for it
         self._chooser: Chooser | None = None
+        self._finder: PathFinder | None = None
         self._n_earlier_assignments = 0  # of slices that were given up
         self._manifest: Manifest | None = None
         self._experts = ExpertSet({})
@@ -168,8 +175,9 @@ class PeerDaemon:
             handler=self._handle,
             serves=(m.Dispatch, m.GetStatus),
         )
-        async with endpoint:
-            pool = Pool(endpoint)
+        async with endpoint, PathFinder(endpoint, takes_calls=True) as finder:
+            self._finder = finder
+            pool = Pool(endpoint, finder)
             kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
             registry = RegistryClient(endpoint, config.registry, cache=kept)
             try:
@@ -193,6 +201,9 @@ class PeerDaemon:
         announcer = Announcer(registry, self._identity, numbers, self._announcement)
         try:
             async with asyncio.TaskGroup() as tasks:
+                assert self._finder is not None
+                relays = [RelayAddress(address=each.address, node=each.node) for each in self._config.registry]
+                tasks.create_task(self._finder.keep_reservations(relays, announcer.announce_soon))
                 async with self._open_model(registry, pool) as opened:
                     await self._settle(opened, registry, announcer, tasks)
                     await opened.fetch(self._experts)
@@ -366,7 +377,11 @@ class PeerDaemon:
             return ffn
 
         ffn = await run_interruptibly(load)
-        executor = ExpertExecutor(ffn, model.manifest.spec)
+        spec, disk_bytes_per_s = model.manifest.spec, self._config.disk_bytes_per_s
+        if disk_bytes_per_s is None:
+            executor = ExpertExecutor(ffn, spec)
+        else:
+            executor = DiskBoundExecutor(ffn, spec, bytes_per_s=disk_bytes_per_s)
         return _Slice(experts=experts, ffn=ffn, executor=executor, compute=Compute(executor))
 
     def _fill(self, ffn: ExpertFfn, experts: ExpertSet, manifest: Manifest, source: BlockSource, check: Check) -> None:
@@ -387,6 +402,9 @@ class PeerDaemon:
 
     def _announcement(self, seq: int, address: str) -> ExpertAnnouncement:
         assert self._manifest is not None
+        assert self._finder is not None
+        advertised = self._config.advertise
+        face = self._finder.face(advertised or address, is_advertised=advertised is not None)
         return ExpertAnnouncement(
             node=self._identity.node_id,
             seq=seq,
@@ -394,7 +412,9 @@ class PeerDaemon:
             model=self._manifest.model_id,
             model_name=self._model_name,
             experts=self._experts,
-            addresses=(self._config.advertise or address,),
+            addresses=face.addresses,
+            is_public=face.is_public,
+            vouchers=face.vouchers,
             exact_kernels=self._config.exact_kernels,
             wire_versions=WIRE_VERSIONS,
             is_loading=self._slice is None,

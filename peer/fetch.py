@@ -23,7 +23,6 @@ from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.interruptible import run_interruptibly
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
-from swarm.net.addresses import parse_address
 from swarm.net.connection import Connection
 from swarm.net.pool import Pool
 from swarm.registry.client import Registry
@@ -185,4 +184,4 @@ class SliceFetcher:
 
 
 async def _connect(pool: Pool, offer: ModelOffer) -> Connection:
-    return await pool.connect(offer.node, [parse_address(text) for text in offer.addresses])
+    return await pool.reach(offer)

@@ -23,6 +23,14 @@ class NodeId:
         if len(self.raw) != 32:
             raise ValueError(f"node id has a wrong length: got {len(self.raw)} bytes, expected 32")
 
+    # A dispatch compares and hashes node ids some thirty times; those that a dataclass gets make a tuple each time.
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, NodeId) and self.raw == other.raw)
+
+    def __hash__(self) -> int:
+        return hash(self.raw)
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the id that `text` writes; raises UserError."""

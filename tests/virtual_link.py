@@ -69,8 +69,7 @@ class Side:
     def receive(self, datagrams: list[bytes]) -> None:
         """Take in what arrived since this side last ran, and flush once, if that can be of use, as `Connection` does."""
         assert self.driver is not None
-        for data in datagrams:
-            self.driver.receive(data, self.peer.address, self.world.now)
+        self.driver.receive(datagrams, self.peer.address, self.world.now)
         self.take_events()
         if not self.is_in_use or self.driver.wants_flush():
             self.pump(has_data=False)
@@ -86,7 +85,7 @@ class Side:
     def take_events(self) -> None:
         assert self.driver is not None
         self.is_started = True
-        while (event := self.driver.quic.next_event()) is not None:
+        while (event := self.driver.next_event()) is not None:
             if isinstance(event, events.StreamDataReceived):
                 self.is_in_use = True
                 self.on_data(event.stream_id, len(event.data), event.end_stream)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from swarm import __version__
 from swarm.backbone.drafting import Drafting
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.generate import Backbone, ServingConfig
@@ -128,11 +131,15 @@ async def open_backbone(
                 yield running
         return
     manifest, share = prepared.manifest, prepared.share
+    audits: Auditor | None = None
 
     async def handle(connection: Connection, request: m.Request) -> m.Response:
+        if isinstance(request, m.GetStatus):
+            return m.Status(data=json.dumps(_status(manifest, audits)).encode())
         return await share.answer(request)
 
-    endpoint = Endpoint(identity, host=config.host, port=config.port, handler=handle, serves=SERVES)
+    serves = (*SERVES, m.GetStatus)
+    endpoint = Endpoint(identity, host=config.host, port=config.port, handler=handle, serves=serves)
     async with endpoint, contextlib.AsyncExitStack() as stack:
         finder = await stack.enter_async_context(PathFinder(endpoint, takes_calls=True))
         pool = Pool(endpoint, finder)
@@ -159,7 +166,7 @@ async def open_backbone(
         holders = Holders(registry, pool, placement, manifest.model_id, own=own, allowed=config.allowed_peers)
         dispatcher = Dispatcher(manifest.model_id, manifest.spec, holders, config.wire, home=identity.node_id.raw)
         if config.audit_share:
-            dispatcher.audits = Auditor(
+            dispatcher.audits = audits = Auditor(
                 holders,
                 dispatcher.replicas,
                 dispatcher.opinion,
@@ -225,6 +232,16 @@ async def open_backbone(
                         keeper=keeper,
                         drafting=drafting,
                     )
+
+
+def _status(manifest: Manifest, audits: Auditor | None) -> dict[str, Any]:
+    """Return what this backbone tells anybody who asks."""
+    return {
+        "role": "backbone",
+        "version": __version__,
+        "model": str(manifest.model_id),
+        "audits": None if audits is None else audits.report(),
+    }
 
 
 def _draft_model(config: BackboneConfig, engine: Engine, n_slots: int) -> DraftModel | None:

@@ -234,6 +234,10 @@ class Backbone:
                 raise
             self.line.leave()
             is_in_line = False
+            if self._is_draining:
+                drawer.close()
+                self._free_slots.release()
+                raise Overloaded("this backbone is shutting down", retry_after_s=10.0)
             self.stats.queue.observe(self._now() - began_at)
             async with contextlib.aclosing(self._answer(tokens, request, drawer, began_at)) as deltas:
                 async for delta in deltas:

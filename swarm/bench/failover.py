@@ -350,6 +350,6 @@ def _figures(arena: Arena, options: FailoverOptions, reference: _Reference, runs
         "struck": [list(zip(run.victims, run.struck_at_tokens, strict=False)) for run in runs],
         "undisturbed_step_s": statistics.median(reference.steps_s),
         "undisturbed_longest_step_s": max(reference.steps_s),
-        "own_replica_share": arena.running.dispatcher.replicas.kept_share,
+        "sequence_stickiness": arena.running.dispatcher.replicas.sequence_stickiness,
         "attempts": {name: getattr(attempts, name) for name in AttemptStats.__slots__},
     }

@@ -301,7 +301,7 @@ async def _overhead(relay: RelayProcess, options: RelayOptions) -> dict[str, flo
                     await connection.request(request, timeout_s=ANSWER_TIMEOUT_S)
                     times[kind].append(time.perf_counter() - start)
             relay_s = (relay.cpu_s() - cpu_s) / options.n_dispatches
-            await client.close()
+            client.close()
         return {
             "size_bytes": options.size_bytes,
             "n": options.n_dispatches,

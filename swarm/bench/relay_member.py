@@ -40,7 +40,7 @@ async def serve(relay: str) -> None:
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
-        await client.close()
+        client.close()
 
 
 def _ignore(_: object) -> None:

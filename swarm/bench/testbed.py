@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -127,11 +127,13 @@ async def open_testbed(
     engine: EngineConfig,
     peer_options: tuple[str, ...] = (),
     slices: Sequence[ExpertSet] | None = None,
+    adapt: Callable[[BackboneConfig], BackboneConfig] = lambda config: config,
 ) -> AsyncIterator[Testbed]:
     """Yield a complete swarm over the paths; peers take their experts from the file.
 
     Args:
         slices: what each peer holds; None: contiguous shares of every layer.
+        adapt: changes how the backbone is configured.
 
     Raises:
         UserError: more peers than experts, or a model that cannot be served.
@@ -174,6 +176,7 @@ async def open_testbed(
             host="127.0.0.1",
             engine=engine,
         )
+        config = adapt(config)
         running = await stack.enter_async_context(open_backbone(config, Identity.generate()))
         await running.holders.wait_complete(COVER_TIMEOUT_S)
         testbed = Testbed(running, swarm, hub, names, fronts=fronts, config=config)

@@ -18,6 +18,7 @@ COMMANDS = {
     "demo": ("swarm.cli.demo", "demo"),
     "join": ("swarm.cli.join", "join"),
     "serve": ("swarm.cli.serve", "serve"),
+    "chat": ("swarm.cli.chat", "chat"),
     "relay": ("swarm.cli.relay", "relay"),
     "peers": ("swarm.cli.peers", "peers"),
     "plan": ("swarm.cli.plan", "plan"),

@@ -17,6 +17,7 @@ from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbo
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.requests import GenerationRequest, SamplingParams
 from swarm.backbone.stock import StockModel
+from swarm.cli.gateway_options import GatewaySettings
 from swarm.cli.options import DraftOption, JsonOption
 from swarm.cli.runtime import ProgressBars, err, out, print_json, run_async, tame_openmp
 from swarm.cli.serve import DEFAULT_GATEWAY, start_gateway
@@ -232,7 +233,7 @@ def _print(report: dict[str, Any], running: RunningBackbone) -> None:
 
 
 async def _serve_on(running: RunningBackbone, address: tuple[str, int]) -> None:
-    runner = await start_gateway(running, address)
+    runner = await start_gateway(running, GatewaySettings(address=address))
     try:
         where = format_address(runner.addresses[0][:2])
         out.print(f"\nThe swarm goes on serving at http://{where}/v1 until Ctrl-C. Try:", highlight=False)

@@ -101,6 +101,7 @@ def join(
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
     plant_fault: Annotated[str | None, typer.Option("--plant-fault", metavar="LAYER:EXPERT", hidden=True)] = None,
+    slow_disk: Annotated[str | None, typer.Option("--slow-disk", metavar="SIZE", hidden=True)] = None,
 ) -> None:
     """Give part of this machine: hold some experts of a model and compute them for others.
 
@@ -126,6 +127,7 @@ def join(
     advertised = settle_advertise(advertise)
     given = own_publishers(folders.config) | {NodeId.parse(each) for each in publisher or ()}
     fault = _parse_fault(plant_fault) if plant_fault else None
+    disk_bytes_per_s = parse_size_bytes(slow_disk, "--slow-disk") if slow_disk else None
     ready_said = threading.Event()
     tame_openmp()
     give_memory_back()
@@ -179,6 +181,7 @@ def join(
             n_threads=threads,
             exact_kernels=exact_kernels,
             fault=fault,
+            disk_bytes_per_s=disk_bytes_per_s,
         )
         await PeerDaemon(config, identity, Bars()).run(on_ready)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 from typing import Any
 
@@ -12,12 +13,13 @@ from rich.text import Text
 from swarm.cli.options import JsonOption, RegistryOption
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import out, print_json, run_async
+from swarm.dispatch.audit_standing import MAX_REASON, Verdict
 from swarm.errors import SwarmError
 from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import format_index_set, parse_index_set
-from swarm.net.addresses import parse_address
 from swarm.net.endpoint import Endpoint
+from swarm.net.path_finder import PathFinder
 from swarm.net.pool import Pool
 from swarm.registry.client import DEFAULT_REGISTRY, RegistryAddress, RegistryClient
 from swarm.registry.records import MAX_PAIRS, ExpertAnnouncement, ModelOffer
@@ -25,6 +27,10 @@ from swarm.wire import messages as m
 
 ASK_TIMEOUT_S = 2.0
 MAX_ASKED_AT_ONCE = 32
+MAX_VERDICTS = 256  # taken from one backbone; as many as one tells (`auditor.MAX_REPORTED`)
+MAX_TIME = 32_503_680_000  # the year 3000: later times have no date
+WORST_FIRST = (Verdict.CAUGHT, Verdict.SUSPECTED, Verdict.NEW, Verdict.HONEST)
+SHOWN_VERDICT: dict[str, type] = {"node": str, "verdict": str, "n_passed": int, "n_disagreed": int, "at": int}
 SHOWN_STATUS: dict[str, type | tuple[type, ...]] = {"n_assignments": int, "version": str, "uptime_s": (int, float)}
 
 
@@ -42,15 +48,17 @@ def peers(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = Fal
 
 async def _report(registry: str) -> dict[str, Any]:
     nodes: tuple[RegistryAddress, ...] = await settle_registries(registry, Folders.from_environment())
-    async with Endpoint(Identity.generate()) as endpoint:
+    async with Endpoint(Identity.generate()) as endpoint, PathFinder(endpoint, takes_calls=False) as finder:
         client = RegistryClient(endpoint, nodes)
-        pool = Pool(endpoint)
+        pool = Pool(endpoint, finder)
         try:
             records = await client.records()
             holders = [record for record in records if isinstance(record, ExpertAnnouncement)]
             offers = [record for record in records if isinstance(record, ModelOffer)]
             limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
             shown = await asyncio.gather(*(_ask(pool, holder, limit) for holder in holders))
+            for each in await asyncio.gather(*(_ask_backbone(pool, offer, limit) for offer in offers)):
+                _add_verdicts(shown, each)
         finally:
             await pool.close()
     models = []
@@ -88,17 +96,74 @@ async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore)
     }
     try:
         async with limit:
-            addresses = [parse_address(text) for text in holder.addresses]
-            connection = await pool.connect(holder.node, addresses, timeout_s=ASK_TIMEOUT_S)
+            connection = await pool.reach(holder, timeout_s=ASK_TIMEOUT_S)
             answer = await connection.request(m.GetStatus(), timeout_s=ASK_TIMEOUT_S)
         assert isinstance(answer, m.Status)  # the session checks an answer's type
         status = json.loads(answer.data)
         shown |= {"up": True, "rtt_s": connection.rtt_s}
+        report = pool.report(holder.node)
+        if report is not None:
+            shown |= {"path": report.path, "is_relayed": report.is_relayed, "why_relayed": report.why_relayed}
         if isinstance(status, dict):
             shown |= {key: status[key] for key, kind in SHOWN_STATUS.items() if isinstance(status.get(key), kind)}
     except (SwarmError, ValueError, RecursionError) as error:  # the status is untrusted JSON
         shown["error"] = str(error)
     return shown
+
+
+async def _ask_backbone(pool: Pool, offer: ModelOffer, limit: asyncio.Semaphore) -> list[dict[str, Any]]:
+    """Return what a backbone's audits say of peers; nothing if it does not tell."""
+    try:
+        async with limit:
+            connection = await pool.reach(offer, timeout_s=ASK_TIMEOUT_S)
+            answer = await connection.request(m.GetStatus(), timeout_s=ASK_TIMEOUT_S)
+        assert isinstance(answer, m.Status)  # the session checks an answer's type
+        return read_verdicts(json.loads(answer.data), offer)
+    except (SwarmError, ValueError, RecursionError):  # the status is untrusted JSON
+        return []
+
+
+def read_verdicts(status: object, offer: ModelOffer) -> list[dict[str, Any]]:
+    """Return a backbone's verdicts out of its status, which is untrusted: what has another form is left out."""
+    audits = status.get("audits") if isinstance(status, dict) else None
+    peers = audits.get("peers") if isinstance(audits, dict) else None
+    verdicts = []
+    for each in peers[:MAX_VERDICTS] if isinstance(peers, list) else ():
+        if not isinstance(each, dict) or any(type(each.get(key)) is not kind for key, kind in SHOWN_VERDICT.items()):
+            continue
+        if each["verdict"] not in set(Verdict):
+            continue
+        caught = each.get("caught")
+        reason = caught.get("reason") if isinstance(caught, dict) else None
+        verdicts.append(
+            {"by": str(offer.node), "model": str(offer.model)}
+            | {key: each[key] for key in SHOWN_VERDICT}
+            | {"reason": reason[:MAX_REASON] if isinstance(reason, str) else None}
+        )
+    return verdicts
+
+
+def _add_verdicts(shown: list[dict[str, Any]], verdicts: list[dict[str, Any]]) -> None:
+    """Put a backbone's verdicts beside the peers that they are about."""
+    of_node = {verdict["node"]: verdict for verdict in verdicts}
+    for peer in shown:
+        peer.setdefault("audits", [])
+        if (verdict := of_node.get(peer["node"])) is not None:
+            peer["audits"].append({key: value for key, value in verdict.items() if key != "node"})
+
+
+def _audits_of(peer: dict[str, Any]) -> str:
+    """Return how a peer stands with those who audited it, for people: the worst verdict, and by whom."""
+    audits = peer.get("audits") or []
+    if not audits:
+        return ""
+    worst = min(audits, key=lambda each: list(WORST_FIRST).index(each["verdict"]))
+    n_passed, n_disagreed = (sum(each[key] for each in audits) for key in ("n_passed", "n_disagreed"))
+    text = f"{worst['verdict']}: {n_passed} passed"
+    if n_disagreed:
+        when = datetime.datetime.fromtimestamp(min(worst["at"], MAX_TIME), datetime.UTC).strftime("%d %b %H:%M UTC")
+        text += f", {n_disagreed} not, {when}, by {worst['by'][:8]}"
+    return text
 
 
 def _is_plausible(offer: ModelOffer) -> bool:
@@ -125,7 +190,7 @@ def _state_of(peer: dict[str, Any]) -> str:
 
 def _print_model(model: dict[str, Any]) -> None:
     table = Table(title=Text(model["name"]), title_justify="left")
-    for column in ("peer", "address", "experts", "layers", "round trip", "assignments", "state"):
+    for column in ("peer", "address", "experts", "layers", "round trip", "assignments", "audits", "state"):
         table.add_column(column, overflow="fold")
     for peer in model["peers"]:
         for layers, experts in peer["experts"]:
@@ -137,6 +202,7 @@ def _print_model(model: dict[str, Any]) -> None:
                 layers,
                 "" if rtt is None else f"{rtt * 1000:.1f} ms",
                 str(peer.get("n_assignments", "")),
+                Text(_audits_of(peer)),
                 Text(_state_of(peer)),
             )
     out.print(table)

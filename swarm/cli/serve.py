@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+import logging
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +14,20 @@ from aiohttp import web
 
 from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
 from swarm.backbone.engine import EngineConfig
+from swarm.backbone.local_keeper import Fetch, LocalBudget
 from swarm.backbone.prepared import prepare_model
+from swarm.cli.gateway_options import (
+    DEFAULT_MAX_BODY,
+    AllowHostOption,
+    ApiKeyFileOption,
+    CorsOriginOption,
+    GatewayOption,
+    GatewaySettings,
+    MaxBodyOption,
+    TlsCertOption,
+    TlsKeyOption,
+    settle_gateway,
+)
 from swarm.cli.options import (
     AdvertiseOption,
     DraftOption,
@@ -27,30 +42,52 @@ from swarm.cli.options import (
 )
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
+from swarm.cli.serving_options import (
+    DEFAULT_DRAIN,
+    DEFAULT_LANES,
+    DEFAULT_PREFIX_CACHE,
+    DEFAULT_QUEUE,
+    DEFAULT_SLOTS,
+    CtxOption,
+    DrainOption,
+    FillWaitOption,
+    KvTypeOption,
+    LanesOption,
+    PrefixCacheOption,
+    QueueOption,
+    RequestTimeoutOption,
+    SlotsOption,
+    settle_serving,
+)
+from swarm.dispatch.audit import DEFAULT_SHARE, parse_share
 from swarm.errors import UserError
 from swarm.files import Folders
-from swarm.gate.stored import WireChoice, asked_wire, choose_wire, engine_name, load_result
+from swarm.gate.stored import WireChoice, asked_wire, audit_tolerance, choose_wire, engine_name, load_result
 from swarm.gateway.app import create_app
-from swarm.gateway.peer_map import map_of
+from swarm.gateway.metrics import backbone_metrics
 from swarm.identity import Identity
 from swarm.ids import ModelId, format_index_set
 from swarm.interruptible import run_interruptibly
+from swarm.model.block_store import BlockStore
 from swarm.net.addresses import format_address, is_loopback, parse_address
-from swarm.registry.client import DEFAULT_REGISTRY
+from swarm.net.pool import Pool
+from swarm.registry.client import DEFAULT_REGISTRY, RegistryClient
+from swarm.units import parse_size_bytes
+from swarm.web.backbone_map import map_of
 from swarm.wire.rows import Wire, WireForm, parse_wire
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_GATEWAY = "127.0.0.1:8080"
-SHUTDOWN_TIMEOUT_S = 3.0  # for answers under way at Ctrl-C
+DEFAULT_AUDIT = f"{DEFAULT_SHARE:.0%}"
+SHUTDOWN_TIMEOUT_S = 3.0  # for the last bytes of answers, once all are drained or their time is up
 
 
 def serve(
     model: Annotated[
         Path, typer.Option("--model", metavar="FILE", help="GGUF file, or a backbone.gguf with its manifest.json.")
     ],
-    gateway: Annotated[
-        str,
-        typer.Option("--gateway", envvar="SWARM_GATEWAY", metavar="HOST:PORT", help="Where the HTTP API listens."),
-    ] = DEFAULT_GATEWAY,
+    gateway: GatewayOption = DEFAULT_GATEWAY,
     wire: Annotated[
         str | None,
         typer.Option(
@@ -60,9 +97,15 @@ def serve(
             show_default="the cheapest that passed this model's gate (`swarm verify --save`), else f32",
         ),
     ] = None,
-    ctx: Annotated[
-        int, typer.Option("--ctx", min=0, help="Tokens of context; 0 takes the model's own, up to 4096.")
-    ] = 0,
+    slots: SlotsOption = DEFAULT_SLOTS,
+    lanes: LanesOption = DEFAULT_LANES,
+    ctx: CtxOption = 0,
+    kv_type: KvTypeOption = "f16",
+    prefix_cache: PrefixCacheOption = DEFAULT_PREFIX_CACHE,
+    queue: QueueOption = DEFAULT_QUEUE,
+    fill_wait: FillWaitOption = "0ms",
+    request_timeout: RequestTimeoutOption = None,
+    drain: DrainOption = DEFAULT_DRAIN,
     draft: DraftOption = 0,
     registry: RegistryOption = DEFAULT_REGISTRY,
     threads: ThreadsOption = 1,
@@ -70,6 +113,15 @@ def serve(
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
     exact_kernels: ExactKernelsOption = False,
+    peers_allow: Annotated[
+        str | None,
+        typer.Option(
+            "--peers-allow",
+            metavar="NODEID[,NODEID...]",
+            help="Use these peers alone, by the node ids that they print: what peers compute reveals much of the text.",
+            show_default="anybody's",
+        ),
+    ] = None,
     last_resort: Annotated[
         bool,
         typer.Option(
@@ -77,20 +129,35 @@ def serve(
             help="Compute experts here, from the model file, while no peer answers for them: slow, but no error.",
         ),
     ] = False,
+    local_experts: Annotated[
+        str,
+        typer.Option(
+            "--local-experts",
+            metavar="auto|SIZE|none",
+            help="Keep the most used experts in this process's memory, so much of it (auto: half of what is free), "
+            "and never ask peers for them.",
+        ),
+    ] = "none",
+    audit: Annotated[
+        str,
+        typer.Option(
+            "--audit",
+            metavar="SHARE",
+            help="Share of each peer's answers that is asked of another peer as well, so that wrong numbers are found; 0: none.",
+        ),
+    ] = DEFAULT_AUDIT,
     histogram: Annotated[
         bool,
         typer.Option(
             help="Tell the registry how often each expert is chosen (counts, no text), so that volunteers hold what is wanted.",
         ),
     ] = True,
-    allow_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allow-host",
-            metavar="NAME",
-            help="A name, besides localhost, by which requests may call a gateway on loopback: behind a proxy. Repeatable.",
-        ),
-    ] = None,
+    allow_host: AllowHostOption = None,
+    api_key_file: ApiKeyFileOption = None,
+    cors_origin: CorsOriginOption = None,
+    tls_cert: TlsCertOption = None,
+    tls_key: TlsKeyOption = None,
+    max_body: MaxBodyOption = DEFAULT_MAX_BODY,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
 ) -> None:
@@ -100,7 +167,27 @@ def serve(
     asked = parse_wire(wire) if wire else None
     if asked is not None and asked.back is WireForm.EXACT and not exact_kernels:
         raise UserError("the wire form exact needs --exact-kernels here and at the peers")
-    gateway_address = parse_address(gateway, allow_any_port=True)
+    settings = settle_gateway(
+        parse_address(gateway, allow_any_port=True),
+        allow_hosts=allow_host,
+        api_key_file=api_key_file,
+        cors_origins=cors_origin,
+        tls_cert=tls_cert,
+        tls_key=tls_key,
+        max_body=max_body,
+    )
+    serving = settle_serving(
+        slots=slots,
+        lanes=lanes,
+        kv_type=kv_type,
+        prefix_cache=prefix_cache,
+        queue=queue,
+        fill_wait=fill_wait,
+        request_timeout=request_timeout,
+        drain=drain,
+    )
+    budget = parse_local_experts(local_experts)
+    audit_share = parse_share(audit)
     advertised = settle_advertise(advertise)
     tame_openmp()
     give_memory_back()
@@ -115,7 +202,7 @@ def serve(
             with await run_interruptibly(lambda check: prepare_model(model, folders, progress, check)) as prepared:
                 if last_resort and prepared.file is None:
                     raise UserError("--last-resort needs the whole model file: this one has no experts")
-                choice = await asyncio.to_thread(_choose_wire, asked, prepared.manifest.model_id, folders)
+                choice, tolerance = await asyncio.to_thread(_choose_wire, asked, prepared.manifest.model_id, folders)
                 config = BackboneConfig(
                     registry=registries,
                     folders=folders,
@@ -124,83 +211,106 @@ def serve(
                     host=host,
                     port=port,
                     advertise=advertised,
-                    engine=EngineConfig(n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels),
+                    engine=EngineConfig(
+                        n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels, kv_types=serving.kv_types
+                    ),
+                    n_slots=serving.n_slots,
+                    n_lanes=serving.n_lanes,
+                    serving=serving.config,
                     n_draft=draft,
                     last_resort=last_resort,
+                    allowed_peers=allowed_peers,
                     shares_histogram=histogram,
+                    audit_share=audit_share,
+                    audit_tolerance=tolerance,
+                    local_experts=budget,
+                    fetcher=_fetcher,
                 )
                 async with open_backbone(config, identity, prepared=prepared) as running:
-                    await _serve_http(running, gateway_address, as_json, bars, choice, ready.set, allow_host or ())
+                    await _serve_http(running, settings, as_json, bars, choice, ready.set, serving.drain_s)
 
     ready = asyncio.Event()
     run_daemon(main(), until_eof=until_eof, is_ready=ready.is_set)
 
 
-def _choose_wire(asked: Wire | None, model: ModelId, folders: Folders) -> WireChoice:
-    """Return the form asked for, else what the model's stored gate result allows."""
+def parse_local_experts(text: str) -> LocalBudget | None:
+    """Return what `--local-experts` says; None: no experts are kept. Raises UserError."""
+    if text == "none":
+        return None
+    return LocalBudget(None if text == "auto" else parse_size_bytes(text, "--local-experts"))
+
+
+def _fetcher(registry: RegistryClient, pool: Pool, store: BlockStore) -> Fetch:
+    """Return what gets blocks from whoever offers the model, as a peer does."""
+    from peer.fetch import SliceFetcher
+
+    return SliceFetcher(registry, pool, store, lambda n_done, n_total: None).fetch
+
+
+def _choose_wire(asked: Wire | None, model: ModelId, folders: Folders) -> tuple[WireChoice, float]:
+    """Return the form asked for, else what the model's stored gate result allows; and the audits' tolerance in it."""
     result = load_result(folders.cache, model)
-    return asked_wire(asked, result) if asked is not None else choose_wire(result, engine_name())
+    choice = asked_wire(asked, result) if asked is not None else choose_wire(result, engine_name())
+    return choice, audit_tolerance(result, choice.wire)
 
 
 async def _serve_http(
     running: RunningBackbone,
-    address: tuple[str, int],
+    settings: GatewaySettings,
     as_json: bool,
     bars: ProgressBars,
     choice: WireChoice,
     on_ready: Callable[[], None],
-    allow_hosts: Collection[str],
+    drain_s: float,
 ) -> None:
-    runner = await start_gateway(running, address, allow_hosts)
+    runner = await start_gateway(running, settings)
     try:
         bars.__exit__()
         on_ready()
-        where = format_address(runner.addresses[0][:2])
+        url = f"{settings.scheme}://{format_address(runner.addresses[0][:2])}/v1"
         if as_json:
             print_json(
                 {
                     "event": "ready",
                     "model": running.backbone.model_name,
-                    "url": f"http://{where}/v1",
+                    "url": url,
                     "node": str(running.endpoint.identity.node_id),
                     "wire": str(choice.wire),
                     "wire_because": choice.reason,
                 }
             )
         else:
-            out.print(f"Serving {running.backbone.model_name} at http://{where}/v1", highlight=False)
+            out.print(f"Serving {running.backbone.model_name} at {url}", highlight=False)
             out.print(f"Rows travel as {choice.wire}: {choice.reason}.", markup=False, highlight=False)
             _tell_missing(running)
         await asyncio.Event().wait()
     finally:
-        await runner.cleanup()
+        try:
+            if not await running.backbone.drain(drain_s):
+                logger.warning("answers under way were ended after %g s", drain_s)
+        finally:
+            await runner.cleanup()
 
 
-async def start_gateway(
-    running: RunningBackbone, address: tuple[str, int], allow_hosts: Collection[str] = ()
-) -> web.AppRunner:
-    """Start the HTTP gateway; the caller cleans the runner up.
-
-    Args:
-        allow_hosts: names, besides this machine's own, by which requests may call a gateway that listens on loopback.
-
-    Raises:
-        UserError: the port is taken.
-    """
-    allowed = allow_hosts if is_loopback(address[0]) else None
+async def start_gateway(running: RunningBackbone, settings: GatewaySettings) -> web.AppRunner:
+    """Start the HTTP gateway; the caller cleans the runner up. Raises UserError: the port is taken."""
+    access = settings.access
+    if not is_loopback(settings.address[0]):
+        access = replace(access, allowed_hosts=None)
     app = create_app(
         running.backbone,
         status=lambda: gateway_status(running),
-        allowed_hosts=allowed,
+        access=access,
         peer_map=lambda: map_of(running),
+        metrics=backbone_metrics(running),
     )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
     await runner.setup()
     try:
-        await web.TCPSite(runner, address[0], address[1]).start()
+        await web.TCPSite(runner, *settings.address, ssl_context=settings.tls).start()
     except OSError as error:
         await runner.cleanup()
-        where = format_address(address)
+        where = format_address(settings.address)
         raise UserError(f"cannot listen on {where}: {error.strerror}; choose another --gateway") from error
     return runner
 
@@ -208,10 +318,14 @@ async def start_gateway(
 def gateway_status(running: RunningBackbone) -> dict[str, Any]:
     """Return what `/health` shows."""
     missing = running.holders.missing()
+    stats = running.dispatcher.stats
     return {
         "model": running.backbone.model_name,
         "n_peers": len(running.holders.placement.destinations),
         "accept_length": round(running.backbone.drafts.accept_length, 3),
+        "n_local_experts": len(running.local.experts) if running.local is not None else 0,
+        "local_share": round(stats.n_local_assignments / max(1, stats.n_assignments), 4),
+        "n_skipped_trips": stats.n_skipped_trips,
         "reasons": [
             f"layer {layer}: no peer holds experts {format_index_set(experts)}" for layer, experts in missing.items()
         ],

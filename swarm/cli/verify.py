@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -11,7 +11,7 @@ from rich.table import Table
 from swarm.cli.options import JsonOption
 from swarm.cli.runtime import ProgressBars, out, print_json, run_async
 from swarm.errors import UserError
-from swarm.files import Folders
+from swarm.files import Folders, write_atomically
 from swarm.gate.form_table import all_wires
 from swarm.gate.outcome import EXACT, Outcome, VerifyConfig
 from swarm.gate.stored import save_result
@@ -21,11 +21,33 @@ from swarm.ids import parse_index_set
 from swarm.native.library import use_exact_kernels
 from swarm.wire.rows import Wire, WireForm, parse_wire
 
+if TYPE_CHECKING:
+    from swarm.gate.architecture_sweep import SweepReport
+
 HELDOUT_NAME = "heldout.txt"
 
 
 def verify(
-    model: Annotated[Path, typer.Option("--model", metavar="FILE", help="GGUF file of the whole model.")],
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="FILE", help="GGUF file of the whole model.", show_default="none; or --arch"),
+    ] = None,
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            metavar="NAMES",
+            help="Instead of a model: compare small random models of these architectures, all or a comma list.",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option("--jobs", min=1, help="With --arch: architectures at a time.", show_default="one for each core"),
+    ] = None,
+    docs: Annotated[
+        Path | None,
+        typer.Option("--docs", metavar="FILE", help="With --arch: write the table into this document."),
+    ] = None,
     wire: Annotated[
         str | None,
         typer.Option(
@@ -83,8 +105,17 @@ def verify(
 
     The form `exact` must be bit-identical. Other forms are measured on a text: agreement, cosine and perplexity.
 
-    Exit code 1: a form named in --wire failed (with `all`: exact or f32); with --control, the planted fault stayed unseen.
+    With --arch, no model is needed: each architecture of llama.cpp is tried with small random models, in processes of their own.
+
+    Exit code 1: a form named in --wire failed (with `all`: exact or f32); with --control, the planted fault stayed unseen; with
+    --arch, something was computed and differs, or one of those named could not be compared.
     """
+    if (model is None) == (arch is None):
+        raise UserError("give either --model FILE or --arch NAMES")
+    if model is None:
+        assert arch is not None
+        _verify_architectures(arch, jobs, docs, as_json=as_json)
+        return
     wires, required = parse_wires(wire or ("all" if save else "exact"))
     config = VerifyConfig(
         path=model,
@@ -121,6 +152,44 @@ def verify(
         _print(outcome, result)
     if not (outcome.fault_found if control else outcome.passed):
         raise typer.Exit(1)
+
+
+def _verify_architectures(names: str, n_jobs: int | None, docs: Path | None, *, as_json: bool) -> None:
+    from swarm.gate.architecture_docs import replace_table
+    from swarm.gate.architecture_sweep import chosen_recipes, sweep
+
+    recipes = chosen_recipes(names)
+    text = _read_document(docs) if docs is not None else ""
+    with ProgressBars() as bars:
+        report = run_async(
+            sweep(recipes, lambda _, done, total: bars.update("architectures", done, total), n_jobs=n_jobs)
+        )
+    if docs is not None:
+        write_atomically(docs, replace_table(text, report).encode())
+    if as_json:
+        print_json(report.to_json())
+    else:
+        _print_architectures(report)
+    if report.is_silently_wrong or (names != "all" and report.n_identical < len(recipes)):
+        raise typer.Exit(1)
+
+
+def _read_document(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _print_architectures(report: SweepReport) -> None:
+    table = Table(title=f"Architectures against stock llama.cpp, {report.to_json()['engine']}", title_justify="left")
+    for column in ("architecture", "status", "min cos", "variants", "reason"):
+        table.add_column(column)
+    for each in report.architectures:
+        cosine = "-" if each.min_cosine is None else f"{each.min_cosine:.6f}"
+        table.add_row(each.name, each.status, cosine, str(len(each.variants)), each.reason)
+    out.print(table)
+    out.print(f"{report.n_identical} of {len(report.architectures)} identical, bit for bit.")
 
 
 def parse_wires(text: str) -> tuple[tuple[Wire, ...], frozenset[Wire]]:

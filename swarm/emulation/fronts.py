@@ -37,7 +37,8 @@ class Front:
     def __init__(self, forth: OneWay, back: OneWay, *, offer: Offer, register: Register) -> None:
         self.server: Any = None
         self.n_missed = 0  # datagrams that found no server, or no room for another client
-        self._forth, self._back = forth, back
+        self._ways = forth, back
+        self._own_ways: dict[int, tuple[OneWay, OneWay]] = {}  # of clients that have a path of their own, by port
         self._offer, self._register = offer, register
         self._udp = _open()
         self._backs: list[socket.socket] = []
@@ -50,22 +51,28 @@ class Front:
         host, port = self._udp.getsockname()
         return host, port
 
+    def give_path(self, client_port: int, forth: OneWay, back: OneWay) -> None:
+        """Let the client on this port have a path of its own; before its first datagram."""
+        self._own_ways[client_port] = forth, back
+
     def n_overflow(self) -> int:
         """Return how many datagrams the kernel dropped because we did not read them in time."""
         return sum(map(_n_overflow, (self._udp, *self._backs)))
 
     def _from_client(self, data: bytes, client: Any, entered_ns: int) -> None:
+        forth, _ = self._own_ways.get(client[1], self._ways) if self._own_ways else self._ways
         send = self._to_server.get(client)
         if send is None:
             if self.server is None or len(self._backs) >= MAX_CLIENTS:
                 self.n_missed += 1
                 return
             send = self._to_server[client] = self._add_back(client)
-        self._offer(self._forth, send, data, len(data) + HEADERS_BYTES, entered_ns)
+        self._offer(forth, send, data, len(data) + HEADERS_BYTES, entered_ns)
 
     def _add_back(self, client: Any) -> Send:
         back = _open()
         self._backs.append(back)
+        _, way_back = self._own_ways.get(client[1], self._ways)
 
         def to_client(data: bytes) -> None:
             self._udp.sendto(data, client)
@@ -74,7 +81,7 @@ class Front:
             back.sendto(data, self.server)
 
         def from_server(data: bytes, _: Any, entered_ns: int) -> None:
-            self._offer(self._back, to_client, data, len(data) + HEADERS_BYTES, entered_ns)
+            self._offer(way_back, to_client, data, len(data) + HEADERS_BYTES, entered_ns)
 
         self._register(back, lambda: _receive(back, from_server))
         return to_server

@@ -1,7 +1,7 @@
 """Emulated hosts, as root: network namespaces, each with an address of its own, whose every packet crosses a path.
 
-Programs run inside unchanged, with any protocol over IPv4. Nothing outside these namespaces is touched, and they reach
-nothing outside. For paths without privileges see `hub`.
+Programs run inside unchanged, with any protocol over IPv4 and, where a host has such an address, IPv6. Nothing outside these
+namespaces is touched, and they reach nothing outside. For paths without privileges see `hub`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,18 @@ class Host:
 
     Attributes:
         address: its IPv4 address, alone on its network.
+        address6: its IPv6 address, if it has one.
     """
 
     name: str
     address: str
     namespace: str
+    address6: str | None = None
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """All of its addresses."""
+        return (self.address,) if self.address6 is None else (self.address, self.address6)
 
     def command(self, *arguments: str) -> tuple[str, ...]:
         """Return the command line that runs a program inside."""
@@ -63,23 +70,24 @@ class EmulatedHosts:
         up: LinkSpec | None = None,
         down: LinkSpec | None = None,
         address: str | None = None,
+        address6: str | None = None,
     ) -> Host:
         """Make a host. `up` is its access link towards the network, `down` (default: the same) from it; None: no limit."""
         if name in self._hosts:
             raise LocalProtocolError(f"the name is taken: got {name!r}")
         if len(self._hosts) >= MAX_HOSTS:
             raise LocalProtocolError(f"too many hosts: expected at most {MAX_HOSTS}")
-        index = next(_indices)
         host = Host(
             name=name,
             address=address or f"198.18.0.{len(self._hosts) + 1}",
-            namespace=namespaces.name(index),
+            namespace=new_namespace(),
+            address6=address6,
         )
         self._hosts[name] = host  # from here on it is removed, whatever happens
         await asyncio.to_thread(namespaces.create, host.namespace)
         await self._pump.access(name, up or LinkSpec(), down)
-        await self._pump.ask("host", namespace=host.namespace, address=host.address)
-        await asyncio.to_thread(namespaces.configure, host.namespace, host.address)
+        await self._pump.ask("host", namespace=host.namespace, addresses=host.addresses)
+        await asyncio.to_thread(namespaces.configure, host.namespace, *host.addresses)
         return host
 
     async def connect(self, a: str, b: str, spec: PathSpec, back: PathSpec | None = None) -> None:
@@ -91,7 +99,12 @@ class EmulatedHosts:
             name=f"{a}-{b}",
             client=a,
             server=b,
-            addresses=(self._hosts[a].address, self._hosts[b].address),
+            addresses=[
+                (mine, other)
+                for mine in self._hosts[a].addresses
+                for other in self._hosts[b].addresses
+                if (":" in mine) is (":" in other)
+            ],
             spec=asdict(spec),
             back=asdict(spec if back is None else back),
         )
@@ -110,6 +123,11 @@ class EmulatedHosts:
     async def stats(self) -> EmulatorStats:
         """Return what each path did so far, and how punctual the emulator was."""
         return await self._pump.stats()
+
+
+def new_namespace() -> str:
+    """Return a name for a namespace that this process has not used yet."""
+    return namespaces.name(next(_indices))
 
 
 def _pair(a: str, b: str) -> frozenset[str]:

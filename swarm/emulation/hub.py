@@ -245,6 +245,27 @@ class EmulatedPaths:
             await self.aim((host, port), to)
         return host, port
 
+    async def client(
+        self,
+        front: SocketAddress,
+        port: int,
+        *,
+        spec: PathSpec,
+        client: str | None = None,
+        server: str | None = None,
+        name: str,
+    ) -> None:
+        """Give who dials a front from this UDP port of loopback a path of its own, before its first datagram.
+
+        For servers that announce one address to several hosts; arguments as of `front`. `change` does not reach this path.
+        """
+        if name in self._names.values():
+            raise LocalProtocolError(f"the name is taken: got {name!r}")
+        told = asdict(spec)
+        await self._pump.ask(
+            "client", front=self._names[front], port=port, name=name, client=client, server=server, spec=told, back=told
+        )
+
     async def aim(self, front: SocketAddress, to: SocketAddress) -> None:
         """Let a front stand for another server: one that got its port later, or started again on another."""
         if not ipaddress.ip_address(to[0]).is_loopback:

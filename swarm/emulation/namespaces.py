@@ -64,15 +64,18 @@ def name(index: int) -> str:
 def create(namespace: str) -> None:
     """Make a namespace with its loopback up."""
     assert namespace.startswith(PREFIX)
-    _ip("netns", "add", namespace)
-    _ip("-n", namespace, "link", "set", "lo", "up")
+    ip("netns", "add", namespace)
+    ip("-n", namespace, "link", "set", "lo", "up")
 
 
-def configure(namespace: str, address: str) -> None:
-    """Give the namespace's device (`open_tun`) its address, and send everything through it."""
-    _ip("-n", namespace, "address", "add", f"{address}/32", "dev", DEVICE)
-    _ip("-n", namespace, "link", "set", DEVICE, "mtu", str(MTU), "txqueuelen", str(TX_QUEUE_PACKETS), "up")
-    _ip("-n", namespace, "route", "add", "default", "dev", DEVICE)
+def configure(namespace: str, *addresses: str) -> None:
+    """Give the namespace's device (`open_tun`) its addresses, IPv4 or IPv6, and send everything through it."""
+    ip("-n", namespace, "link", "set", DEVICE, "mtu", str(MTU), "txqueuelen", str(TX_QUEUE_PACKETS), "up")
+    for address in addresses:
+        is_six = ":" in address
+        options = ("nodad",) if is_six else ()  # it would not be used while duplicates are looked for
+        ip("-n", namespace, "address", "add", f"{address}/{128 if is_six else 32}", "dev", DEVICE, *options)
+        ip("-n", namespace, "-6" if is_six else "-4", "route", "add", "default", "dev", DEVICE)
 
 
 def remove(namespace: str) -> None:
@@ -134,7 +137,8 @@ def _enter(libc: ctypes.CDLL, namespace_file: int) -> None:
         raise OSError(number, f"setns: {os.strerror(number)}")
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run `ip`; raises NamespaceError."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise NamespaceError(f"ip {' '.join(arguments)} failed: {done.stderr.strip()}")

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 READY_TIMEOUT_S = 60.0  # start of Python, loading of a slice; guessed for a busy machine
 STOP_TIMEOUT_S = 5.0
 LINE_LIMIT_BYTES = 1 << 20
+PROGRAM = ("swarm",)
 
 
 class ProcessFailed(SwarmError):
@@ -40,7 +41,7 @@ class Child:
 
     Attributes:
         ready: the object of its `ready` line.
-        arguments: how it was started, for starting it again.
+        arguments, program: how it was started, for starting it again.
     """
 
     arguments: tuple[str, ...]
@@ -49,6 +50,7 @@ class Child:
     ready: dict[str, Any]
     watcher: asyncio.Task[None]
     last_lines: list[str] = field(default_factory=list)
+    program: tuple[str, ...] = PROGRAM
 
     @property
     def pid(self) -> int:
@@ -75,6 +77,11 @@ class Child:
     def suspend(self) -> None:
         """Stop it in its tracks (SIGSTOP): it hangs, its sockets stay open."""
         self.process.send_signal(signal.SIGSTOP)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(number)
 
     def resume(self) -> None:
         """Let a suspended process go on (SIGCONT)."""
@@ -127,9 +134,15 @@ class LocalSwarm:
             raise ProcessFailed("the relay is not running")
         return str(self.relay.ready["registry"])
 
-    async def add_peer(self, experts: Sequence[int] | Path | Literal["auto"], *options: str) -> Child:
-        """Start a peer that holds these experts of every MoE layer, or a slice file's, and wait until it is announced."""
-        peer = await self._start(self._name_peer(), self._join(experts, options))
+    async def add_peer(
+        self, experts: Sequence[int] | Path | Literal["auto"], *options: str, program: Sequence[str] = PROGRAM
+    ) -> Child:
+        """Start a peer that holds these experts of every MoE layer, or a slice file's, and wait until it is announced.
+
+        Args:
+            program: module and arguments that stand for `swarm`.
+        """
+        peer = await self._start(self._name_peer(), self._join(experts, options), program)
         self.peers.append(peer)
         return peer
 
@@ -179,17 +192,17 @@ class LocalSwarm:
     async def restart(self, peer: Child) -> Child:
         """Start a peer again as it was, with the same identity; return the new child."""
         index = self.peers.index(peer)
-        self.peers[index] = await self._start(peer.home.name, peer.arguments)
+        self.peers[index] = await self._start(peer.home.name, peer.arguments, peer.program)
         return self.peers[index]
 
-    async def _start(self, name: str, arguments: tuple[str, ...]) -> Child:
+    async def _start(self, name: str, arguments: tuple[str, ...], program: Sequence[str] = PROGRAM) -> Child:
         home = self._folder / name
         # One OpenMP thread each (no spinning): several processes share this machine's cores (ARCHITECTURE.md).
         environment = os.environ | {"SWARM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "swarm",
+            *program,
             *arguments,
             "--json",
             "--until-eof",
@@ -214,7 +227,7 @@ class LocalSwarm:
         if not ready.done():
             await _end(process, watcher)
             raise ProcessFailed(f"{name} did not get ready: {' / '.join(lines[-5:]) or 'it printed nothing'}")
-        child = Child(arguments, home, process, ready.result(), watcher, lines)
+        child = Child(arguments, home, process, ready.result(), watcher, lines, tuple(program))
         self._children.append(child)  # here, for whoever awaits this may be cancelled in this very tick
         return child
 

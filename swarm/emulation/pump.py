@@ -141,9 +141,10 @@ class Pump:
             except OSError:  # the namespace is gone
                 self._selector.unregister(host.device)
                 return
-            if data[0] >> 4 != 4:  # IPv6 asks for routers
+            # The destination: RFC 791, RFC 8200 section 3. IPv6 asks groups (ff..) for routers.
+            address = data[16:20] if data[0] >> 4 == 4 else data[24:40]
+            if address[0] == 0xFF:
                 continue
-            address = data[16:20]  # RFC 791: the destination
             way = host.ways.get(address)
             if way is None:
                 self._n_missed += 1
@@ -189,15 +190,20 @@ class Pump:
                 front = Front(forth, back, offer=self._offer, register=self._register)
                 self._fronts[command["name"]] = front
                 return {"address": front.address}, b""
+            case "client":
+                self._fronts[command.pop("front")].give_path(command.pop("port"), *self._add_ways(**command))
             case "aim":
                 self._fronts[command["name"]].server = tuple(command["to"])
             case "host":
                 host = Host(command["namespace"], namespaces.open_tun(command["namespace"]))
-                self._hosts[socket.inet_aton(command["address"])] = host
+                for address in command["addresses"]:
+                    self._hosts[_packed(address)] = host
                 self._register(host.device, lambda: self._on_device(host))
             case "connect":
-                a, b = (socket.inet_aton(each) for each in command.pop("addresses"))
-                self._hosts[a].ways[b], self._hosts[b].ways[a] = self._add_ways(**command)
+                pairs = [(_packed(a), _packed(b)) for a, b in command.pop("addresses")]
+                forth, back = self._add_ways(**command)
+                for a, b in pairs:
+                    self._hosts[a].ways[b], self._hosts[b].ways[a] = forth, back
             case "change":
                 for way, spec in zip(self._ways[command["name"]], (command["spec"], command["back"]), strict=True):
                     way.spec = PathSpec(**spec)
@@ -241,6 +247,10 @@ class Pump:
             "n_socket_overflow": sum(front.n_overflow() for front in self._fronts.values()),
         }
         return {"ways": told, "own": own}, b"".join(way.times.tobytes() for way in ways)
+
+
+def _packed(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
 
 
 def be_punctual() -> bool:

@@ -1,6 +1,6 @@
 """The feed-forward network of an expert slice, in ggml.
 
-For each (row, expert) pair: `down(silu(gate(x)) * up(x))`, computed by ggml's grouped `mul_mat_id`. Two forms:
+For each (row, expert) pair: `down(act(gate(x), up(x)))` (`expert_graph`), computed by ggml's grouped `mul_mat_id`. Two forms:
 
     pairs     ids of shape [1, P]: any rows with any experts, grouped by expert without padding; raw rows come back
     choice    ids of shape [K, N]: K experts for each of N rows, as llama.cpp's own graph has them; x is read where it lies,
@@ -19,7 +19,8 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
-from swarm.errors import EngineError, UnsupportedModel
+from swarm.errors import EngineError
+from swarm.experts.expert_graph import build, pair_size_bytes
 from swarm.experts.slice_memory import ExpertNotLoaded, SliceMemory
 from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
@@ -33,6 +34,7 @@ __all__ = ["ExpertFfn", "ExpertNotLoaded"]
 # Activations of one graph: 655 pairs of D=2048, F=768; more pairs are cut, by expert. 4,096 pairs of that shape (E=128, Q4_K, one
 # thread): 64 MiB 443 ms cut as they come, 359 ms by expert; by expert with 32, 16, 8 MiB 357, 360, 367 ms.
 SCRATCH_BYTES = 16 << 20
+MAX_PLACED = 32  # tensors of a graph that lie in the scratch buffer, each aligned: 23 at most
 MAX_GRAPHS = 1024  # graphs kept, about 6 KB each: 48 layers with P of 1 to 20
 
 Rows = npt.NDArray[np.float32]
@@ -46,6 +48,7 @@ class _Graph(NamedTuple):
         ids: [N, K], in the scratch buffer.
         weights: tensor of [N, K]; None: raw rows are the output.
         out: tensor of the output.
+        scales: for each product that has them: the experts' numbers [n_local], and where those of a choice go, [N, K].
     """
 
     context: TensorContext
@@ -55,6 +58,13 @@ class _Graph(NamedTuple):
     ids: npt.NDArray[np.int32]
     weights: int | None
     out: int
+    scales: tuple[tuple[Rows, Rows], ...]
+
+    def choose(self, ids: npt.NDArray[np.int32]) -> None:
+        """Set the experts, [N, K]: indices in the slice."""
+        self.ids[:] = ids
+        for numbers, chosen in self.scales:
+            np.take(numbers, ids, out=chosen)
 
 
 class ExpertFfn:
@@ -84,13 +94,11 @@ class ExpertFfn:
 
         Raises:
             UserError: the set is empty or outside the model.
-            UnsupportedModel: ggml cannot compute the activation or a weight's type.
+            UnsupportedModel: ggml cannot compute a weight's type.
             EngineUnavailable: no usable llama.cpp library.
             EngineError: memory is short.
         """
         spec.require_experts(experts)
-        if spec.activation != "swiglu":
-            raise UnsupportedModel(f"cannot compute the activation: got {spec.activation!r}, expected 'swiglu'")
         self.experts = experts
         self._spec = spec
         self._lock = threading.Lock()
@@ -104,11 +112,13 @@ class ExpertFfn:
         except BaseException:
             self._backend.close()
             raise
-        # A pair's x, gate and up (or both in one, and what becomes of them), output, and id.
-        self._pair_bytes = 4 * (2 * spec.n_embd + 3 * spec.n_ff_exp + 1)
+        # A pair's x and id, and all that becomes of them.
+        self._pair_bytes = 4 * (spec.n_embd + 1) + max(pair_size_bytes(spec, layer) for layer in experts.by_layer)
         self.max_pairs = max(1, scratch_bytes // self._pair_bytes)
         try:
-            self._scratch = self._backend.allocate(self.max_pairs * self._pair_bytes + 8 * self._backend.alignment)
+            self._scratch = self._backend.allocate(
+                self.max_pairs * self._pair_bytes + MAX_PLACED * self._backend.alignment
+            )
         except BaseException:
             self._memory.close()
             self._backend.close()
@@ -230,7 +240,7 @@ class ExpertFfn:
                 part = slice(start, start + cut) if n_rows > cut else ...
                 ids = local[part]
                 graph = self._graph(layer, len(ids), n_used, weights is not None)
-                graph.ids[:] = ids
+                graph.choose(ids)
                 point_at(graph.x, x[part])
                 point_at(graph.out, out[part])
                 if graph.weights is not None and weights is not None:
@@ -249,7 +259,7 @@ class ExpertFfn:
         graph = self._graph(layer, len(local), 0, False)
         assert graph.x_rows is not None
         np.take(x, row_index, axis=0, out=graph.x_rows, mode="clip")  # checked by `compute`; "raise" would copy
-        graph.ids[:, 0] = local
+        graph.choose(local[:, None])
         point_at(graph.out, y)
         self._backend.compute(graph.handle)
 
@@ -271,24 +281,16 @@ class ExpertFfn:
 
     def _build(self, layer: int, n_rows: int, n_used: int, is_weighted: bool) -> _Graph:
         is_pairs, n_used = n_used == 0, max(n_used, 1)
-        context = TensorContext(n_tensors=12 + 2 * n_used, with_graph=True)
+        context = TensorContext(n_tensors=40 + 2 * n_used, with_graph=True)
         try:
-            planes = self._memory.pointers(layer)
             x = context.new_tensor(GGML_TYPE_F32, self._spec.n_embd, 1, n_rows)
             ids = context.new_tensor(GGML_TYPE_I32, n_used, n_rows)
-            views: list[int] = []
-            if "gate_up" in planes:
-                products = [context.mul_mat_id(planes["gate_up"], x, ids)]
-                views += context.halves(products[0])
-                gate, up = views
-            else:
-                products = [context.mul_mat_id(planes[kind], x, ids) for kind in ("gate", "up")]
-                gate, up = products
-            hidden = context.swiglu_split(gate, up)
-            y = context.mul_mat_id(planes["down"], hidden, ids)
-            if not all(self._backend.supports(node) for node in (*products, hidden, y)):
+            activation, planes = self._spec.activation(layer), self._memory.pointers(layer)
+            nodes = build(context, planes, activation, x, ids, (n_used, n_rows))
+            if not all(self._backend.supports(node) for node in nodes.computed):
                 raise EngineError(f"ggml's CPU backend cannot compute the experts of layer {layer}")
-            placed = [ids, *products, hidden]
+            y, views = nodes.output, nodes.views
+            placed = [ids, *(node for node in nodes.placed if node != y)]
             weights: int | None = None
             out = y
             if is_weighted:
@@ -320,6 +322,10 @@ class ExpertFfn:
                 memory[ids].view(np.int32).reshape(n_rows, n_used),
                 weights,
                 out,
+                tuple(
+                    (self._memory.scales(layer, product), memory[scale].view(np.float32).reshape(n_rows, n_used))
+                    for product, scale in nodes.scales.items()
+                ),
             )
         except BaseException:
             context.close()

@@ -127,7 +127,7 @@ class SliceMemory:
             self._slice_index[layer][sorted(chosen)] = np.arange(len(chosen))
             self._loaded_index[layer] = np.full(self._spec.n_expert, -1, np.int32)
             for tensor in self._spec.expert_tensors(layer):
-                pointer = self._context.new_tensor(tensor.ggml_type, *tensor.shape[:2], len(chosen))
+                pointer = self._context.new_tensor(tensor.ggml_type, *tensor.shape[:-1], len(chosen))
                 size_bytes = tensor.expert_size_bytes * len(chosen)
                 # ggml's check of its own layout takes a matrix for each expert: two at least.
                 repacks = len(chosen) > 1 and self._is_repackable(tensor)
@@ -155,7 +155,7 @@ class SliceMemory:
 
     def _is_repackable(self, tensor: ExpertTensor) -> bool:
         """Return whether ggml interleaves the rows of such a matrix, without changing its size."""
-        if self._repack_type is None or tensor.expert_size_bytes % self._backend.alignment:
+        if self._repack_type is None or not tensor.is_weight or tensor.expert_size_bytes % self._backend.alignment:
             return False
         key = (tensor.ggml_type, tensor.shape[0], tensor.shape[1])
         if key not in self._can_repack:
@@ -174,6 +174,11 @@ class SliceMemory:
     def pointers(self, layer: int) -> dict[str, int]:
         """Return kind -> ggml tensor of a layer of the slice."""
         return {plane.tensor.kind: plane.pointer for plane in self._planes[layer]}
+
+    def scales(self, layer: int, product: str) -> npt.NDArray[np.float32]:
+        """Return the experts' numbers of a product that has them, [n_local]: memory of this object."""
+        plane = next(plane for plane in self._planes[layer] if plane.tensor.kind == f"{product}.scale")
+        return plane.memory.reshape(-1).view(np.float32)
 
     @property
     def n_repacked_bytes(self) -> int:

@@ -22,7 +22,7 @@ class HookedModel:
     def __init__(self, path: Path, spec: ModelSpec, config: EngineConfig, experts: ExpertBackend) -> None:
         """Load a backbone file; `config.n_ctx` must be given."""
         self.model = LlamaModel(path, exact_kernels=config.exact_kernels)
-        self._hook = MoeHook(spec.moe_layers, experts)
+        self._hook = MoeHook(spec.moe_layers, experts, output=spec.expert_kind.output_node)
         try:
             self._context = LlamaContext(
                 self.model,
@@ -57,7 +57,7 @@ class HookedModel:
             self._context.decode(tokens, first_position=first_position, logits="all")
         except EngineError as error:
             failure = error
-        failures = (self._hook.take_error(), self._context.take_callback_error(), failure)
+        failures = (self._hook.take_error(has_run=failure is None), self._context.take_callback_error(), failure)
         first = next((error for error in failures if error is not None), None)
         if first is None:
             return self._context.all_logits()

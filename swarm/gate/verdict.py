@@ -58,6 +58,7 @@ class FormReport:
         bytes_per_row: of values alone, out and back, for a row that meets one destination (`bytes_per_row`).
         identical: every logit is stock's, bit for bit.
         perplexity_error: standard error of the ratio (`FormStatistics.perplexity_error`).
+        audit_error: the largest relative difference of a row between two honest peers' answers (`audit_errors`).
         reasons: why it did not pass; empty when it did.
     """
 
@@ -71,6 +72,7 @@ class FormReport:
     mean_cosine: float | None
     perplexity_ratio: float | None
     perplexity_error: float | None = None
+    audit_error: float | None = None
     reasons: tuple[str, ...] = ()
 
     @property
@@ -91,6 +93,7 @@ class FormReport:
             "mean_cosine": self.mean_cosine,
             "perplexity_ratio": self.perplexity_ratio,
             "perplexity_error": self.perplexity_error,
+            "audit_error": self.audit_error,
             "passed": self.passed,
             "reasons": list(self.reasons),
         }

@@ -9,6 +9,7 @@ too large        the forms layer by layer (`layer_samples`); no real swarm and n
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime
 import hashlib
 import tempfile
@@ -25,13 +26,14 @@ from swarm.backbone.stock import StockModel
 from swarm.emulation.processes import LocalSwarm
 from swarm.errors import UserError
 from swarm.files import Folders
+from swarm.gate.audit_errors import measure_audit_errors
 from swarm.gate.form_table import GateModel, measure_forms
 from swarm.gate.layer_samples import DEFAULT_TOKENS, is_too_large, judge_layers, measure_layers
 from swarm.gate.outcome import EXACT, Outcome, VerifyConfig
 from swarm.gate.shortcut import check_shortcut
 from swarm.gate.statistics import FormStatistics
 from swarm.gate.stored import GateResult, engine_name
-from swarm.gate.verdict import MIN_TEXT_TOKENS, judge
+from swarm.gate.verdict import MIN_TEXT_TOKENS, FormReport, judge
 from swarm.gate.verify import PROMPT_LENGTHS, compare
 from swarm.identity import Identity
 from swarm.interruptible import run_interruptibly
@@ -154,7 +156,23 @@ def _by_logits(outcome: Outcome, model: GateModel, text: str, progress: Progress
         n_peers=config.n_peers,
         progress=lambda done, total: progress("measuring", done, total),
     )
-    outcome.forms = tuple(judge(wire, each, config.thresholds, model.spec) for wire, each in measured.items())
+    forms = tuple(judge(wire, each, config.thresholds, model.spec) for wire, each in measured.items())
+    outcome.forms = _with_audit_errors(forms, outcome, model, text, progress)
+
+
+def _with_audit_errors(
+    forms: tuple[FormReport, ...], outcome: Outcome, model: GateModel, text: str, progress: Progress
+) -> tuple[FormReport, ...]:
+    """Return the reports with what an audit of each form must bear."""
+    errors = measure_audit_errors(
+        model,
+        [form.wire for form in forms],
+        text,
+        layers=outcome.config.layers or (),
+        n_tokens=outcome.n_text_tokens,
+        progress=lambda done, total: progress("measuring audits", done, total),
+    )
+    return tuple(dataclasses.replace(form, audit_error=errors[form.wire]) for form in forms)
 
 
 def _by_layers(outcome: Outcome, model: GateModel, text: str, progress: Progress) -> None:
@@ -170,7 +188,8 @@ def _by_layers(outcome: Outcome, model: GateModel, text: str, progress: Progress
         n_peers=config.n_peers,
         progress=lambda done, total: progress("measuring layers", done, total),
     )
-    outcome.forms = tuple(judge_layers(wire, each, config.thresholds, model.spec) for wire, each in measured.items())
+    forms = tuple(judge_layers(wire, each, config.thresholds, model.spec) for wire, each in measured.items())
+    outcome.forms = _with_audit_errors(forms, outcome, model, text, progress)
 
 
 def _prompt(n_vocab: int) -> list[int]:

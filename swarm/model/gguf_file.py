@@ -44,13 +44,16 @@ class ValueType:
     """The type numbers of metadata values."""
 
     UINT32 = 4
+    FLOAT32 = 6
     BOOL = 7
     STRING = 8
     ARRAY = 9
+    UINT64 = 10
 
 
 SCALAR_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 INTEGER_TYPES = frozenset({0, 1, 2, 3, 4, 5, 10, 11})
+NUMBER_TYPES = INTEGER_TYPES | {6, 12}
 
 
 def tensor_size_bytes(ggml_type: int, shape: Sequence[int]) -> int:
@@ -97,6 +100,32 @@ class MetadataValue:
         """Return an array of 32-bit unsigned values."""
         return cls(ValueType.ARRAY, struct.pack(f"<IQ{len(numbers)}I", ValueType.UINT32, len(numbers), *numbers))
 
+    @classmethod
+    def of_bool(cls, value: bool) -> Self:
+        """Return a truth value."""
+        return cls(ValueType.BOOL, struct.pack("<?", value))
+
+    @classmethod
+    def of_float32(cls, number: float) -> Self:
+        """Return a 32-bit float."""
+        return cls(ValueType.FLOAT32, struct.pack("<f", number))
+
+    @classmethod
+    def of_float32s(cls, numbers: Sequence[float]) -> Self:
+        """Return an array of 32-bit floats."""
+        return cls(ValueType.ARRAY, struct.pack(f"<IQ{len(numbers)}f", ValueType.FLOAT32, len(numbers), *numbers))
+
+    @classmethod
+    def of_uint64s(cls, numbers: Sequence[int]) -> Self:
+        """Return an array of 64-bit unsigned values."""
+        return cls(ValueType.ARRAY, struct.pack(f"<IQ{len(numbers)}Q", ValueType.UINT64, len(numbers), *numbers))
+
+    @classmethod
+    def of_texts(cls, texts: Sequence[str]) -> Self:
+        """Return an array of strings."""
+        raw = struct.pack("<IQ", ValueType.STRING, len(texts)) + b"".join(map(_string, texts))
+        return cls(ValueType.ARRAY, raw)
+
     def text(self) -> str:
         """Return a string value's text; raises ValueError for another type or bytes that are not UTF-8."""
         if self.type != ValueType.STRING:
@@ -115,6 +144,15 @@ class MetadataValue:
         if element not in INTEGER_TYPES:
             raise ValueError(f"got type {self.type}, expected an array of integers")
         return struct.unpack_from(f"<{count}{SCALAR_FORMATS[element]}", self.raw, 12)
+
+    def numbers(self) -> tuple[float, ...]:
+        """Return a number, or an array's numbers, as floats; raises ValueError for another type."""
+        if self.type in NUMBER_TYPES:
+            return (float(struct.unpack("<" + SCALAR_FORMATS[self.type], self.raw)[0]),)
+        element, count = struct.unpack_from("<IQ", self.raw) if self.type == ValueType.ARRAY else (-1, 0)
+        if element not in NUMBER_TYPES:
+            raise ValueError(f"got type {self.type}, expected numbers")
+        return tuple(map(float, struct.unpack_from(f"<{count}{SCALAR_FORMATS[element]}", self.raw, 12)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,6 +379,24 @@ class GgufFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def encode_header(metadata: Mapping[str, MetadataValue], tensors: Sequence[TensorInfo], alignment: int) -> bytes:
+    """Return a file's bytes up to the tensors' data, padding included; the data follow in this order, each padded."""
+    header = bytearray(MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        header += _string(key) + struct.pack("<I", value.type) + value.raw
+    offset = 0
+    for tensor in tensors:
+        header += _string(tensor.name) + struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
+        header += struct.pack("<IQ", tensor.ggml_type, offset)
+        offset += padded(tensor.size_bytes, alignment)
+    return bytes(header) + bytes(padded(len(header), alignment) - len(header))
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
 
 
 def padded(n_bytes: int, alignment: int) -> int:

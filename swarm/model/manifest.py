@@ -20,9 +20,9 @@ from typing import Any, Self
 from swarm.errors import IntegrityError, RemoteProtocolError, UserError
 from swarm.files import write_atomically
 from swarm.ids import ModelId
+from swarm.model.expert_kinds import EXPERT_KINDS
 from swarm.model.gguf_file import MAX_DIMS, MAX_TENSOR_NAME_BYTES, MAX_TENSORS, GgufFile, Progress, TensorInfo
 from swarm.model.spec import (
-    SUPPORTED,
     ModelSpec,
     is_expert_tensor,
     read_spec,
@@ -68,7 +68,7 @@ class Manifest:
         if len(names) > MAX_TENSORS or names != sorted(set(names)):
             raise ValueError("tensors are too many, or not in name order")
         experts = {tensor for tensor in self.tensors if is_expert_tensor(tensor.name)}
-        if experts != {tensor.info for tensors in self.spec.tensors_by_layer for tensor in tensors}:
+        if not experts.issuperset(tensor.info for tensors in self.spec.tensors_by_layer for tensor in tensors):
             raise ValueError("expert tensors of the list and of the spec differ")
         for tensor in self.tensors:
             _check_tensor(tensor)
@@ -214,7 +214,7 @@ def hash_backbone(file: GgufFile, advance: Callable[[int], None] | None = None) 
     """
     digest = hashlib.sha256(b"swarm backbone 1\0")
     architecture = file.text("general.architecture") or ""
-    stub_keys = SUPPORTED[architecture].stub_keys(architecture) if architecture in SUPPORTED else frozenset()
+    stub_keys = EXPERT_KINDS[architecture].stub_keys(architecture) if architecture in EXPERT_KINDS else frozenset()
     for key in sorted(file.metadata):
         if key in stub_keys or key.startswith("swarm."):
             continue

@@ -10,8 +10,9 @@ their ids. Its metadata: `swarm.model_id`, `swarm.file` = "slice", and for each 
 from __future__ import annotations
 
 import hashlib
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,28 @@ import gguf
 from swarm.errors import IntegrityError, UserError
 from swarm.files import replacing
 from swarm.ids import ExpertSet
-from swarm.model.gguf_file import CHUNK_BYTES, MAGIC, GgufFile, MetadataValue, Progress, TensorInfo, padded
+from swarm.model.expert_kinds import SHARED_COUNT, SHARED_WIDTH, Shared, Stub
+from swarm.model.gguf_file import (
+    GgufFile,
+    MetadataValue,
+    Progress,
+    TensorInfo,
+    ValueType,
+    encode_header,
+    padded,
+)
 from swarm.model.manifest import MODEL_ID_KEY, Manifest
-from swarm.model.spec import FILE_KEY, SUPPORTED, ExpertTensor, read_spec
+from swarm.model.spec import EXPERT_TENSOR, FILE_KEY, ModelSpec, is_expert_tensor, read_spec
 
 STUB_WIDTH = 1
 STUB_TYPE = int(gguf.GGMLQuantizationType.F16)
+# (type, values of a block) of a stub of full width: the fewest bytes that the shape allows.
+SPARSE_TYPES = (
+    (int(gguf.GGMLQuantizationType.IQ1_S), 256),
+    (int(gguf.GGMLQuantizationType.Q4_0), 32),
+    (STUB_TYPE, 1),
+)
+OPTIONAL_TENSOR = re.compile(r"scale$")  # with scales the graph's product has another node's name
 LABELS = ("general.name", "general.license", "general.license.link")  # a slice of a model carries its licence too
 
 
@@ -69,33 +86,56 @@ class FilePlan:
 
 
 def plan_backbone(file: GgufFile, manifest: Manifest) -> FilePlan:
-    """Return the plan of `backbone.gguf`: the whole file with experts of width 1 in it (zeros, F16).
+    """Return the plan of `backbone.gguf`: the whole file with stubs for experts, all zeros.
 
-    llama.cpp sizes experts by `<arch>.expert_feed_forward_length`, so that key becomes 1; the shared expert's
-    width is then written out, for archs that would derive it.
+    A narrow stub has width 1: the metadata key that sizes experts becomes 1, and the shared expert's width, where llama.cpp
+    would derive it from that, is written out. A sparse stub keeps its shape, in the smallest type there is, as holes of the file.
+    What only experts need, and llama.cpp can do without, is left out.
 
     Raises:
         UserError: the file is not the manifest's model.
     """
     spec = manifest.spec
     _require_same_model(file, manifest)
-    support = SUPPORTED[spec.architecture]
     metadata = dict(file.metadata)
-    metadata[f"{spec.architecture}.{support.width_key}"] = MetadataValue.of_uint32(STUB_WIDTH)
-    if spec.n_ff_shared:
-        metadata[f"{spec.architecture}.{support.shared_width_key}"] = MetadataValue.of_uint32(spec.n_ff_shared)
+    metadata.update(_stub_metadata(file, spec))
     metadata[MODEL_ID_KEY] = MetadataValue.of_text(str(manifest.model_id))
     metadata[FILE_KEY] = MetadataValue.of_text("backbone")
 
-    experts = {tensor.name: tensor for tensors in spec.tensors_by_layer for tensor in tensors}
     tensors = []
     for tensor in file.tensors.values():
-        if tensor.name in experts:
-            stub = _stub(experts[tensor.name])
-            tensors.append((stub, (Piece(None, 0, stub.size_bytes),)))
-        else:
+        if not is_expert_tensor(tensor.name):
             tensors.append((tensor, (Piece(tensor.name, 0, tensor.size_bytes),)))
+        elif not OPTIONAL_TENSOR.search(tensor.name):
+            stub = _stub(tensor, spec.expert_kind.stub)
+            tensors.append((stub, (Piece(None, 0, stub.size_bytes),)))
     return _plan(metadata, tensors, file.alignment)
+
+
+def _stub_metadata(file: GgufFile, spec: ModelSpec) -> dict[str, MetadataValue]:
+    """Return the keys that a stub replaces."""
+    kind = spec.expert_kind
+    if kind.stub is Stub.SPARSE:
+        return {}
+    prefix = spec.architecture
+    replaced = {f"{prefix}.{kind.width}": _narrow(file.metadata.get(f"{prefix}.{kind.width}"))}
+    if not spec.n_ff_shared:
+        return replaced
+    n_shared = max(1, file.integer(f"{prefix}.{SHARED_COUNT}") or 1)
+    if kind.shared is Shared.WIDTH:
+        replaced[f"{prefix}.{SHARED_WIDTH}"] = MetadataValue.of_uint32(spec.n_ff_shared)
+    elif kind.shared is Shared.WIDTH_BY_COUNT:
+        replaced[f"{prefix}.{SHARED_WIDTH}"] = MetadataValue.of_uint32(spec.n_ff_shared // n_shared)
+    elif kind.shared is Shared.COUNT:
+        replaced[f"{prefix}.{SHARED_COUNT}"] = MetadataValue.of_uint32(spec.n_ff_shared // STUB_WIDTH)
+    return replaced
+
+
+def _narrow(stated: MetadataValue | None) -> MetadataValue:
+    """Return a width, or widths by layer, cut to the stub's; 0 stays: llama.cpp takes it for a layer without experts."""
+    if stated is None or stated.type != ValueType.ARRAY:
+        return MetadataValue.of_uint32(STUB_WIDTH)
+    return MetadataValue.of_uint32s([min(STUB_WIDTH, width) for width in stated.integers()])
 
 
 def plan_slice(file: GgufFile, manifest: Manifest, experts: ExpertSet) -> FilePlan:
@@ -119,7 +159,7 @@ def plan_slice(file: GgufFile, manifest: Manifest, experts: ExpertSet) -> FilePl
         metadata[experts_key(layer)] = MetadataValue.of_uint32s(ids)
         for tensor in spec.expert_tensors(layer):
             size = tensor.expert_size_bytes
-            info = TensorInfo(name=tensor.name, ggml_type=tensor.ggml_type, shape=(*tensor.shape[:2], len(ids)))
+            info = TensorInfo(name=tensor.name, ggml_type=tensor.ggml_type, shape=(*tensor.shape[:-1], len(ids)))
             tensors.append((info, tuple(Piece(tensor.name, e * size, size, (layer, e)) for e in ids)))
     return _plan(metadata, tensors, file.alignment)
 
@@ -154,7 +194,11 @@ def write_plan(
         out.write(plan.header)
         for tensor, pieces in plan.tensors:  # a layer's tensors come in name order, the order of the hash
             for piece in pieces:
-                for chunk in _bytes_of(piece, file):
+                if piece.source is None:
+                    out.seek(piece.size_bytes, os.SEEK_CUR)  # a hole reads as zeros and takes no space
+                    done += piece.size_bytes
+                    continue
+                for chunk in file.chunks(piece.source, piece.offset, piece.size_bytes):
                     out.write(chunk)
                     if piece.block:
                         hashes[piece.block].update(chunk)
@@ -162,33 +206,36 @@ def write_plan(
                     if progress is not None and done < total:
                         progress(done, total)
             padding = padded(tensor.size_bytes, plan.alignment) - tensor.size_bytes
-            out.write(bytes(padding))
+            out.seek(padding, os.SEEK_CUR)
             done += padding
         for (layer, expert), found in hashes.items():
             if found.digest() != manifest.block_hashes[layer][expert]:
                 raise IntegrityError(
                     f"layer {layer}, expert {expert} of {file.path} differs from the manifest: the file has changed"
                 )
+        out.truncate(total)  # where it ends with a hole
         out.flush()
         if progress is not None:
             progress(total, total)
 
 
-def _bytes_of(piece: Piece, file: GgufFile) -> Iterator[bytes]:
-    if piece.source is not None:
-        yield from file.chunks(piece.source, piece.offset, piece.size_bytes)
-        return
-    for start in range(0, piece.size_bytes, CHUNK_BYTES):
-        yield bytes(min(CHUNK_BYTES, piece.size_bytes - start))
-
-
-def _stub(tensor: ExpertTensor) -> TensorInfo:
-    n_in, n_out, n_expert = tensor.shape
-    if tensor.kind == "down":
-        n_in = STUB_WIDTH
-    else:
-        n_out = 2 * STUB_WIDTH if tensor.kind == "gate_up" else STUB_WIDTH
-    return TensorInfo(name=tensor.name, ggml_type=STUB_TYPE, shape=(n_in, n_out, n_expert))
+def _stub(tensor: TensorInfo, form: Stub) -> TensorInfo:
+    """Return what stands in the backbone for a tensor of routed experts."""
+    match = EXPERT_TENSOR.fullmatch(tensor.name)
+    if match is None or len(tensor.shape) not in (2, 3):
+        raise UserError(f"cannot cut {tensor.name}: its shape {tensor.shape} is none of an expert tensor")
+    is_weight = match[3] == "weight"
+    if form is Stub.SPARSE:
+        ggml_type = (
+            next(t for t, block in SPARSE_TYPES if tensor.shape[0] % block == 0) if is_weight else tensor.ggml_type
+        )
+        return TensorInfo(name=tensor.name, ggml_type=ggml_type, shape=tensor.shape)
+    shape = list(tensor.shape)
+    if match[2] != "down":
+        shape[-2] = 2 * STUB_WIDTH if match[2] == "gate_up" else STUB_WIDTH
+    elif is_weight:
+        shape[0] = STUB_WIDTH
+    return TensorInfo(name=tensor.name, ggml_type=STUB_TYPE if is_weight else tensor.ggml_type, shape=tuple(shape))
 
 
 def _require_same_model(file: GgufFile, manifest: Manifest) -> None:
@@ -205,18 +252,5 @@ def _plan(
     alignment: int,
 ) -> FilePlan:
     tensors = tuple(tensors)
-    header = bytearray(MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata)))
-    for key, value in metadata.items():
-        header += _string(key) + struct.pack("<I", value.type) + value.raw
-    offset = 0
-    for tensor, _ in tensors:
-        header += _string(tensor.name) + struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape)
-        header += struct.pack("<IQ", tensor.ggml_type, offset)
-        offset += padded(tensor.size_bytes, alignment)
-    header += bytes(padded(len(header), alignment) - len(header))
-    return FilePlan(header=bytes(header), tensors=tensors, alignment=alignment)
-
-
-def _string(text: str) -> bytes:
-    data = text.encode()
-    return struct.pack("<Q", len(data)) + data
+    header = encode_header(metadata, [tensor for tensor, _ in tensors], alignment)
+    return FilePlan(header=header, tensors=tensors, alignment=alignment)

@@ -9,7 +9,7 @@ from swarm.ids import ExpertSet, ModelId
 from swarm.model.gguf_file import GgufFile, tensor_size_bytes
 from swarm.model.manifest import MODEL_ID_KEY
 from swarm.model.slices import experts_key
-from swarm.model.spec import FILE_KEY, WEIGHT, read_spec
+from swarm.model.spec import EXPERT_TENSOR, FILE_KEY, read_spec
 
 
 class BlockSource(Protocol):
@@ -59,8 +59,8 @@ class GgufSource:
         self.model_id = ModelId.parse(self._file.text(MODEL_ID_KEY) or "")
         for name in sorted(self._file.tensors):
             tensor = self._file.tensors[name]
-            match = WEIGHT.fullmatch(name)
-            if match is None or len(tensor.shape) != 3:
+            match = EXPERT_TENSOR.fullmatch(name)
+            if match is None or len(tensor.shape) > 3:
                 raise UserError(f"{self._file.path} is no slice file: it has tensor {name}")
             layer = int(match[1])
             try:
@@ -70,7 +70,9 @@ class GgufSource:
             if list(ids) != sorted(set(ids)) or len(ids) != tensor.shape[-1]:
                 raise UserError(f"{name} of {self._file.path} has {tensor.shape[-1]} planes for experts {ids}")
             self._positions[layer] = {expert: index for index, expert in enumerate(ids)}
-            self._planes.setdefault(layer, []).append((name, tensor_size_bytes(tensor.ggml_type, tensor.shape[:2])))
+            self._planes.setdefault(layer, []).append(
+                (name, tensor_size_bytes(tensor.ggml_type, tensor.shape[:-1] or (1,)))
+            )
 
     @property
     def experts(self) -> ExpertSet:

@@ -14,6 +14,7 @@ import gguf
 
 from swarm.errors import RemoteProtocolError, UnsupportedModel, UserError
 from swarm.ids import ExpertSet, format_index_set
+from swarm.model.expert_kinds import EXPERT_KINDS, Activation, ExpertKind, activation_of
 from swarm.model.gguf_file import GgufFile, TensorInfo, tensor_size_bytes
 
 MAX_LAYERS = 1024  # guessed: the deepest models have about 130
@@ -25,40 +26,22 @@ FILE_KEY = "swarm.file"
 """Says in a file written by `swarm split` what it is: `backbone` or `slice`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Support:
-    """How one architecture is served.
-
-    Attributes:
-        kinds: the expert tensors of a layer that llama.cpp's loader of the architecture takes.
-        activation: between the up/gate and the down product.
-        width_key: the metadata key (after `<arch>.`) that a stub sets to 1.
-        shared_width_key: the key that then must state the shared expert's width.
-    """
-
-    kinds: frozenset[str] = frozenset({"gate", "up", "down"})
-    activation: str = "swiglu"
-    width_key: str = "expert_feed_forward_length"
-    shared_width_key: str = "expert_shared_feed_forward_length"
-
-    def stub_keys(self, architecture: str) -> frozenset[str]:
-        """Return the metadata keys in which a stub may differ from the original."""
-        return frozenset({f"{architecture}.{self.width_key}", f"{architecture}.{self.shared_width_key}"})
-
-
-# Each was shown bit-identical to stock llama.cpp as a stub with our experts; no entry without that proof.
-SUPPORTED = {"qwen2moe": Support(), "qwen3moe": Support()}
-
-MAX_KINDS = 4  # gate, up, down, gate_up
-WEIGHT = re.compile(r"blk\.(0|[1-9]\d{0,3})\.ffn_(gate|up|down|gate_up)_exps\.weight", re.ASCII)
+SPLIT_ONLY = frozenset({"swiglu_clamp", "silu_clamp"})  # llama.cpp clamps only where gate and up are two tensors
+MAX_KINDS = 9  # a gate, an up and a down, each with a bias and a scale
+EXPERT_TENSOR = re.compile(r"blk\.(0|[1-9]\d{0,3})\.ffn_(gate_up|gate|up|down)_exps\.(weight|bias|scale)", re.ASCII)
+# Numbers that only some devices' kernels use; no graph of llama.cpp's reads them, so no block holds them.
+IGNORED_TENSOR = re.compile(r"blk\.\d{1,4}\.ffn_(gate_up|gate|up|down)_exps\.input_scale", re.ASCII)
+# What stays in the backbone although it says "exps": arctic's norm, and the second expert group of grovemoe, which is small.
+BACKBONE_TENSOR = re.compile(r"blk\.\d{1,4}\.(ffn_norm_exps|ffn_(gate|up|down)_chexps)\.weight", re.ASCII)
 ANY_EXPERT_TENSOR = re.compile(r"_(?:ch)?exps\.")
 SHARED_DOWN = re.compile(r"blk\.\d{1,4}\.ffn_down_shexp\.weight", re.ASCII)
 NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "F64"})
+F32 = int(gguf.GGMLQuantizationType.F32)
 
 
 def is_expert_tensor(name: str) -> bool:
-    """Return whether the tensor belongs to routed experts."""
-    return ANY_EXPERT_TENSOR.search(name) is not None
+    """Return whether the tensor belongs to routed experts, and so not to the backbone."""
+    return ANY_EXPERT_TENSOR.search(name) is not None and BACKBONE_TENSOR.fullmatch(name) is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +49,10 @@ class ExpertTensor:
     """One tensor that holds a plane for each expert of a layer.
 
     Attributes:
-        name: `blk.3.ffn_up_exps.weight`.
-        kind: `gate`, `up`, `down` or `gate_up`.
-        shape: GGUF order, fastest dimension first: (D, F, E); down (F, D, E); gate_up (D, 2F, E).
+        name: `blk.3.ffn_up_exps.weight`, `.bias` or `.scale`.
+        kind: `gate`, `up`, `down` or `gate_up`, with `.bias` or `.scale` behind it.
+        shape: GGUF order, fastest dimension first, E last: (D, F, E); down (F, D, E); gate_up (D, 2F, E); a bias has
+            one dimension less, a scale only E.
     """
 
     name: str
@@ -77,11 +61,14 @@ class ExpertTensor:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        match = WEIGHT.fullmatch(self.name)
-        if match is None or match[2] != self.kind:
+        match = EXPERT_TENSOR.fullmatch(self.name)
+        if match is None or kind_of(match) != self.kind:
             raise ValueError(f"not an expert tensor of kind {self.kind}: got {self.name!r}")
-        if len(self.shape) != 3:
-            raise ValueError(f"bad shape of {self.name}: got {self.shape}, expected three dimensions")
+        n_dims = {"weight": 3, "bias": 2, "scale": 1}[match[3]]
+        if len(self.shape) != n_dims:
+            raise ValueError(f"bad shape of {self.name}: got {self.shape}, expected {n_dims} dimensions")
+        if n_dims < 3 and self.ggml_type != F32:
+            raise ValueError(f"bad type of {self.name}: got ggml type {self.ggml_type}, expected F32")
         try:
             tensor_size_bytes(self.ggml_type, self.shape)
         except ValueError as error:
@@ -95,9 +82,14 @@ class ExpertTensor:
         return int(self.name.split(".")[1])
 
     @property
+    def is_weight(self) -> bool:
+        """Whether it is a matrix, neither bias nor scale."""
+        return len(self.shape) == 3
+
+    @property
     def expert_size_bytes(self) -> int:
         """How many bytes one expert's plane takes."""
-        return tensor_size_bytes(self.ggml_type, self.shape[:2])
+        return tensor_size_bytes(self.ggml_type, self.shape[:-1] or (1,))
 
     @property
     def info(self) -> TensorInfo:
@@ -105,14 +97,25 @@ class ExpertTensor:
         return TensorInfo(name=self.name, ggml_type=self.ggml_type, shape=self.shape)
 
 
+def kind_of(match: re.Match[str]) -> str:
+    """Return the kind of a tensor whose name matches `EXPERT_TENSOR`."""
+    return match[2] if match[3] == "weight" else f"{match[2]}.{match[3]}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The sizes and expert tensors of one model. Breaking a bound or contradicting itself raises ValueError.
 
     Attributes:
-        moe_layers: the layers that have routed experts, ascending.
+        moe_layers: the layers that have routed experts, ascending. Those that only predict further tokens (MTP) are not among
+            them.
+        n_expert_used: K of the layer with the most.
+        n_embd: D of the rows that experts take and give: mostly the hidden size; less where a model projects them before.
+        n_ff_exp: F of the layer with the widest experts.
+        activations: of each of `moe_layers`.
         n_expert_shared, n_ff_shared: 0 where there is no shared expert.
         tensors_by_layer: for each of `moe_layers`, its expert tensors in name order.
+        used_by_layer: K of each of `moe_layers`; empty where it is the same everywhere.
     """
 
     architecture: str
@@ -122,17 +125,15 @@ class ModelSpec:
     n_expert_used: int
     n_embd: int
     n_ff_exp: int
-    activation: str
+    activations: tuple[Activation, ...]
     n_expert_shared: int
     n_ff_shared: int
     tensors_by_layer: tuple[tuple[ExpertTensor, ...], ...]
+    used_by_layer: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        support = SUPPORTED.get(self.architecture)
-        if support is None:
-            raise ValueError(f"unsupported architecture: got {self.architecture!r}, expected {' or '.join(SUPPORTED)}")
-        if self.activation != support.activation:
-            raise ValueError(f"wrong activation: got {self.activation!r}, expected {support.activation!r}")
+        if self.architecture not in EXPERT_KINDS:
+            raise ValueError(f"unsupported architecture: got {self.architecture!r}, expected one of docs/models.md")
         for name, low, high in (
             ("n_layers", 1, MAX_LAYERS),
             ("n_expert", 1, MAX_EXPERTS),
@@ -149,28 +150,68 @@ class ModelSpec:
         layers = self.moe_layers
         if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= self.n_layers:
             raise ValueError(f"bad MoE layers: got {layers[:8]}, expected ascending numbers below {self.n_layers}")
-        if len(self.tensors_by_layer) != len(layers):
-            raise ValueError(f"expert tensors for {len(self.tensors_by_layer)} layers, expected {len(layers)}")
-        for layer, tensors in zip(layers, self.tensors_by_layer, strict=True):
-            self._check_layer(layer, tensors)
-
-    def _check_layer(self, layer: int, tensors: tuple[ExpertTensor, ...]) -> None:
-        kinds = sorted(tensor.kind for tensor in tensors)
-        expected_kinds = sorted(SUPPORTED[self.architecture].kinds)
-        if kinds != expected_kinds:
+        if len(self.tensors_by_layer) != len(layers) or len(self.activations) != len(layers):
             raise ValueError(
-                f"layer {layer} has the expert tensors {', '.join(kinds) or 'none'}: "
-                f"supported for {self.architecture} are {', '.join(expected_kinds)}"
+                f"expert tensors for {len(self.tensors_by_layer)} and activations for {len(self.activations)} layers, "
+                f"expected {len(layers)}"
             )
+        for layer, activation, tensors in zip(layers, self.activations, self.tensors_by_layer, strict=True):
+            self._check_layer(layer, activation, tensors)
+        if self.n_ff_exp != max(self.width(layer) for layer in layers):
+            raise ValueError(f"n_ff_exp is {self.n_ff_exp}, but the widest experts have another width")
+        used = self.used_by_layer
+        if used and (
+            len(used) != len(layers) or min(used) < 1 or max(used) != self.n_expert_used or len(set(used)) < 2
+        ):
+            raise ValueError(f"bad numbers of experts used by layer: got {used[:8]}")
+
+    def _check_layer(self, layer: int, activation: Activation, tensors: tuple[ExpertTensor, ...]) -> None:
+        kinds = {tensor.kind: tensor for tensor in tensors}
+        products = sorted(kind for kind in kinds if "." not in kind)
+        expected_products = [["down", "gate_up"], ["down", "gate", "up"]] if activation.is_gated else [["down", "up"]]
+        if len(kinds) != len(tensors) or products not in expected_products:
+            raise ValueError(
+                f"layer {layer} has the expert tensors {', '.join(sorted(kinds)) or 'none'}: "
+                f"{activation.name} takes {' or '.join(', '.join(names) for names in expected_products)}"
+            )
+        if stray := sorted(kind for kind in kinds if "." in kind and kind.split(".")[0] not in products):
+            raise ValueError(f"layer {layer} has {', '.join(stray)} without its weights")
+        if activation.name in SPLIT_ONLY and "gate_up" in products:
+            raise ValueError(f"layer {layer} has gate and up in one tensor: {activation.name} takes two")
         if [tensor.name for tensor in tensors] != sorted(tensor.name for tensor in tensors):
             raise ValueError(f"expert tensors of layer {layer} are not in name order")
-        shapes = {"down": (self.n_ff_exp, self.n_embd), "gate_up": (self.n_embd, 2 * self.n_ff_exp)}
+        width = kinds["down"].shape[0]
+        shapes = {
+            "gate": (self.n_embd, width),
+            "up": (self.n_embd, width),
+            "gate_up": (self.n_embd, 2 * width),
+            "down": (width, self.n_embd),
+        }
         for tensor in tensors:
-            expected = (*shapes.get(tensor.kind, (self.n_embd, self.n_ff_exp)), self.n_expert)
+            product, _, suffix = tensor.kind.partition(".")
+            plane = {"": shapes[product], "bias": shapes[product][1:], "scale": ()}[suffix]
+            expected = (*plane, self.n_expert)
             if tensor.layer != layer or tensor.shape != expected:
                 raise ValueError(f"{tensor.name} in layer {layer} has shape {tensor.shape}, expected {expected}")
         if sum(tensor.expert_size_bytes for tensor in tensors) > MAX_BLOCK_BYTES:
             raise ValueError(f"an expert of layer {layer} takes more than {MAX_BLOCK_BYTES} bytes")
+
+    @property
+    def expert_kind(self) -> ExpertKind:
+        """The architecture's row of the table."""
+        return EXPERT_KINDS[self.architecture]
+
+    def activation(self, layer: int) -> Activation:
+        """Return the layer's activation; raises ValueError for a layer without experts."""
+        return self.activations[self.moe_layers.index(layer)]
+
+    def width(self, layer: int) -> int:
+        """Return F of the layer's experts; raises ValueError for a layer without experts."""
+        return next(tensor.shape[0] for tensor in self.expert_tensors(layer) if tensor.kind == "down")
+
+    def n_used(self, layer: int) -> int:
+        """Return K of the layer; raises ValueError for a layer without experts."""
+        return self.used_by_layer[self.moe_layers.index(layer)] if self.used_by_layer else self.n_expert_used
 
     def expert_tensors(self, layer: int) -> tuple[ExpertTensor, ...]:
         """Return the layer's expert tensors in name order; raises ValueError for a layer without experts."""
@@ -200,13 +241,17 @@ class ModelSpec:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        plain: dict[str, Any] = {name: getattr(self, name) for name in (*TEXT_FIELDS, *NUMBER_FIELDS)}
+        """Return plain JSON values; what is the same in all layers is written once."""
+        plain: dict[str, Any] = {name: getattr(self, name) for name in ("architecture", *NUMBER_FIELDS)}
+        texts = [str(activation) for activation in self.activations]
+        plain["activation"] = texts[0] if len(set(texts)) == 1 else texts
         plain["moe_layers"] = list(self.moe_layers)
         plain["expert_tensors"] = [
             [{"ggml_type": t.ggml_type, "kind": t.kind, "name": t.name, "shape": list(t.shape)} for t in tensors]
             for tensors in self.tensors_by_layer
         ]
+        if self.used_by_layer:
+            plain["used_by_layer"] = list(self.used_by_layer)
         return plain
 
     @classmethod
@@ -216,8 +261,11 @@ class ModelSpec:
         Raises:
             RemoteProtocolError: anything is missing, extra, of another type, out of bounds or inconsistent.
         """
+        fields: tuple[str, ...] = ("architecture", "activation", *NUMBER_FIELDS, "moe_layers", "expert_tensors")
+        if isinstance(untrusted, dict) and "used_by_layer" in untrusted:
+            fields = (*fields, "used_by_layer")
         try:
-            plain = untrusted_object(untrusted, (*TEXT_FIELDS, *NUMBER_FIELDS, "moe_layers", "expert_tensors"))
+            plain = untrusted_object(untrusted, fields)
             layers = untrusted_list(plain["moe_layers"], MAX_LAYERS)
             return cls(
                 moe_layers=tuple(untrusted_int(layer) for layer in layers),
@@ -226,7 +274,7 @@ class ModelSpec:
                     for tensors in untrusted_list(plain["expert_tensors"], MAX_LAYERS)
                 ),
                 architecture=untrusted_text(plain["architecture"]),
-                activation=untrusted_text(plain["activation"]),
+                activations=_untrusted_activations(plain["activation"], len(layers)),
                 n_layers=untrusted_int(plain["n_layers"]),
                 n_expert=untrusted_int(plain["n_expert"]),
                 n_expert_used=untrusted_int(plain["n_expert_used"]),
@@ -234,13 +282,21 @@ class ModelSpec:
                 n_ff_exp=untrusted_int(plain["n_ff_exp"]),
                 n_expert_shared=untrusted_int(plain["n_expert_shared"]),
                 n_ff_shared=untrusted_int(plain["n_ff_shared"]),
+                used_by_layer=tuple(
+                    untrusted_int(n) for n in untrusted_list(plain.get("used_by_layer", []), MAX_LAYERS)
+                ),
             )
         except ValueError as error:
             raise RemoteProtocolError(f"bad model spec: {error}") from error
 
 
-TEXT_FIELDS = ("architecture", "activation")
 NUMBER_FIELDS = ("n_layers", "n_expert", "n_expert_used", "n_embd", "n_ff_exp", "n_expert_shared", "n_ff_shared")
+
+
+def _untrusted_activations(value: object, n_layers: int) -> tuple[Activation, ...]:
+    if isinstance(value, str):
+        return (Activation.parse(untrusted_text(value)),) * n_layers
+    return tuple(Activation.parse(untrusted_text(text)) for text in untrusted_list(value, MAX_LAYERS))
 
 
 def untrusted_int(value: object) -> int:
@@ -285,8 +341,8 @@ def read_spec(file: GgufFile) -> ModelSpec:
     """Return the spec of a whole model file.
 
     Raises:
-        UnsupportedModel: dense, an unproven architecture, or expert tensors that we do not compute (biases, scales, ...).
-        UserError: the file is one shard of several, or was itself written by `swarm split`.
+        UnsupportedModel: dense, an unproven architecture, or expert tensors that we do not compute; the message names them.
+        UserError: the file was itself written by `swarm split`.
     """
     path = file.path
     architecture = file.text("general.architecture")
@@ -294,50 +350,91 @@ def read_spec(file: GgufFile) -> ModelSpec:
         raise UserError(f"{path} is no model: it has no general.architecture")
     if FILE_KEY in file.metadata:
         raise UserError(f"{path} is a {file.text(FILE_KEY)} written by swarm split: give the original model file")
-    if (file.integer("split.count") or 1) > 1:
-        raise UserError(f"{path} is one shard of several: join them first with llama-gguf-split --merge")
-    expert_names = sorted(name for name in file.tensors if is_expert_tensor(name))
-    if not expert_names:
+    if not any(is_expert_tensor(name) for name in file.tensors):
         raise UnsupportedModel(f"{path} has no experts ({architecture}): swarm serves Mixture-of-Experts models only")
-    support = SUPPORTED.get(architecture)
-    if support is None:
-        known = ", ".join(sorted(SUPPORTED))
-        raise UnsupportedModel(f"cannot serve {path}: got architecture {architecture}, supported are {known}")
-    for name in expert_names:
-        if WEIGHT.fullmatch(name) is None:
-            raise UnsupportedModel(
-                f"cannot serve {path}: got expert tensor {name}, supported are weights of the kinds "
-                f"{', '.join(sorted(support.kinds))} with no bias and no scale"
-            )
-
-    by_layer: dict[int, list[ExpertTensor]] = {}
-    try:
-        for name in expert_names:
-            tensor = file.tensors[name]
-            kind = name.split(".")[2].removeprefix("ffn_").removesuffix("_exps")
-            expert = ExpertTensor(name=name, kind=kind, ggml_type=tensor.ggml_type, shape=tensor.shape)
-            by_layer.setdefault(expert.layer, []).append(expert)
-        layers = tuple(sorted(by_layer))
-        downs = [tensor for tensor in by_layer[layers[0]] if tensor.kind == "down"]
-        n_ff_exp = downs[0].shape[0] if downs else 0
-        shared = {tensor.shape[0] for name, tensor in file.tensors.items() if SHARED_DOWN.fullmatch(name)}
-        if len(shared) > 1:
-            raise ValueError(f"shared experts of several widths: got {sorted(shared)}, expected one")
-        stated = file.integer(f"{architecture}.{support.width_key}")
-        if stated not in (None, 0, n_ff_exp):  # old files leave the key out; llama.cpp then derives it
-            raise ValueError(f"{support.width_key} is {stated}, but the expert tensors have a width of {n_ff_exp}")
-        return ModelSpec(
-            architecture=architecture,
-            n_layers=file.integer(f"{architecture}.block_count") or 0,
-            moe_layers=layers,
-            n_expert=file.integer(f"{architecture}.expert_count") or 0,
-            n_expert_used=file.integer(f"{architecture}.expert_used_count") or 0,
-            n_embd=file.integer(f"{architecture}.embedding_length") or 0,
-            n_ff_exp=n_ff_exp,
-            activation=support.activation,
-            n_expert_shared=len(shared),
-            n_ff_shared=max(shared, default=0),
-            tensors_by_layer=tuple(tuple(by_layer[layer]) for layer in layers),
+    kind = EXPERT_KINDS.get(architecture)
+    if kind is None:
+        raise UnsupportedModel(
+            f"cannot serve {path}: got architecture {architecture}, which has no row in the table of expert kinds; "
+            f"supported are {', '.join(sorted(EXPERT_KINDS))}"
         )
+    try:
+        return _read_spec(file, architecture, kind)
     except ValueError as error:
         raise UnsupportedModel(f"cannot serve {path}: {error}") from error
+
+
+def _read_spec(file: GgufFile, architecture: str, kind: ExpertKind) -> ModelSpec:
+    def numbers(key: str) -> tuple[float, ...]:
+        value = file.metadata.get(f"{architecture}.{key}")
+        return () if value is None else value.numbers()
+
+    def by_layer(key: str, layer: int) -> float:
+        """Return a number that the file states once, or for each layer; 0 where it does not."""
+        found = numbers(key)
+        return 0.0 if not found else found[0] if len(found) == 1 else found[layer] if layer < len(found) else 0.0
+
+    n_all = file.integer(f"{architecture}.block_count") or 0
+    n_layers = n_all - (file.integer(f"{architecture}.nextn_predict_layers") or 0)
+    found: dict[int, list[ExpertTensor]] = {}
+    for name in sorted(file.tensors):
+        if not is_expert_tensor(name) or IGNORED_TENSOR.fullmatch(name):
+            continue
+        match = EXPERT_TENSOR.fullmatch(name)
+        if match is None:
+            raise ValueError(f"got expert tensor {name}, which no known architecture has")
+        _require_known(name, match, kind, architecture)
+        if int(match[1]) < n_layers:  # the rest predict further tokens; nobody runs them
+            tensor = file.tensors[name]
+            expert = ExpertTensor(name=name, kind=kind_of(match), ggml_type=tensor.ggml_type, shape=tensor.shape)
+            found.setdefault(expert.layer, []).append(expert)
+    layers = tuple(sorted(found))
+    if not layers:
+        raise ValueError(f"it has experts only in layers that predict further tokens, from layer {n_layers} on")
+    downs = [tensor for layer in layers for tensor in found[layer] if tensor.kind == "down"]
+    if not downs:
+        raise ValueError(f"layer {layers[0]} has no blk.{layers[0]}.ffn_down_exps.weight")
+    shared = {tensor.shape[0] for name, tensor in file.tensors.items() if SHARED_DOWN.fullmatch(name)}
+    if len(shared) > 1:
+        raise ValueError(f"shared experts of several widths: got {sorted(shared)}, expected one")
+    for down in downs:
+        stated = by_layer(kind.width, down.layer)
+        if stated not in (0, down.shape[0]):  # old files leave the key out; llama.cpp then derives it
+            raise ValueError(f"{kind.width} is {stated:.0f}, but {down.name} has a width of {down.shape[0]}")
+    used = tuple(int(by_layer("expert_used_count", layer)) for layer in layers)
+    return ModelSpec(
+        architecture=architecture,
+        n_layers=n_all,
+        moe_layers=layers,
+        n_expert=file.integer(f"{architecture}.expert_count") or 0,
+        n_expert_used=max(used),
+        n_embd=downs[0].shape[1],
+        n_ff_exp=max(down.shape[0] for down in downs),
+        activations=tuple(
+            activation_of(
+                kind,
+                is_gated=any(tensor.kind in ("gate", "gate_up") for tensor in found[layer]),
+                is_split=any(tensor.kind == "gate" for tensor in found[layer]),
+                limit=by_layer("swiglu_clamp_exp", layer),
+                situ=(
+                    (numbers("activation.situ_beta") or (1.0,))[0],
+                    (numbers("activation.situ_linear_beta") or (0.0,))[0],
+                ),
+            )
+            for layer in layers
+        ),
+        n_expert_shared=len(shared),
+        n_ff_shared=max(shared, default=0),
+        tensors_by_layer=tuple(tuple(found[layer]) for layer in layers),
+        used_by_layer=used if len(set(used)) > 1 else (),
+    )
+
+
+def _require_known(name: str, match: re.Match[str], kind: ExpertKind, architecture: str) -> None:
+    """Raise ValueError for a tensor that llama.cpp does not load, or does not use, for this architecture."""
+    if match[3] == "bias" and not kind.has_biases:
+        raise ValueError(f"got expert tensor {name}: llama.cpp knows no biases of experts for {architecture}")
+    if match[3] == "scale" and not kind.has_scales:
+        raise ValueError(f"got expert tensor {name}: llama.cpp does not apply scales of experts for {architecture}")
+    if match[2] == "gate_up" and not kind.is_merged:
+        raise ValueError(f"got expert tensor {name}: llama.cpp takes gate and up apart for {architecture}")

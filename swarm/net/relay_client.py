@@ -62,7 +62,7 @@ class Bridge(Protocol):
     def address(self) -> SocketAddress: ...
     @property
     def is_open(self) -> bool: ...
-    async def close(self) -> None: ...
+    def close(self) -> None: ...
 
 
 BridgeOpener = Callable[[SocketAddress, int], Awaitable[Bridge]]
@@ -262,7 +262,7 @@ class RelayClient:
                 held.connection = None
                 self.on_change()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Give up all channels and close the connections to relays; `run`, if it runs, is to be cancelled before."""
         for leg in list(self._legs.values()):
             leg.close()
@@ -271,7 +271,7 @@ class RelayClient:
         self._held.clear()
         self._called_through.clear()
         for bridge in self._bridges.values():
-            await bridge.close()
+            bridge.close()
         self._bridges.clear()
 
     # Channels
@@ -327,7 +327,7 @@ class RelayClient:
             return await self._endpoint.dial(bridge.address, expected=node, timeout_s=DIAL_TIMEOUT_S)
         except BaseException:
             del self._bridges[relay]
-            await bridge.close()
+            bridge.close()
             raise
 
     # What comes in

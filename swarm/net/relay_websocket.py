@@ -77,11 +77,9 @@ class WebSocketBridge:
         """Whether it still carries anything."""
         return not self._carrying.done()
 
-    async def close(self) -> None:
-        """End it."""
+    def close(self) -> None:
+        """End it; the task that carries it tidies up."""
         self._carrying.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._carrying
 
     def _on_readable(self) -> None:
         for _ in range(MAX_PER_WAKE):

@@ -25,6 +25,11 @@ MAX_PAIRS = (
 )
 MAX_LAYERS = 1024  # as in swarm.model.spec; 350 bytes must not name 65,536 layers, each with a set of its own
 
+MAX_PUBLIC_NAME_LENGTH = 40  # characters; guessed: fits a table's column
+MAX_VOUCHERS = 4  # relays by which a node can be called; guessed: two in use, two while they change
+MAX_VOUCHER_LENGTH = 684  # 512 bytes (swarm.wire.vouchers) as base64url
+
+_BASE64URL = re.compile(r"[A-Za-z0-9_-]+={0,2}")
 _RANGES = re.compile(r"[0-9]{1,5}(?:-[0-9]{1,5})?(?:,[0-9]{1,5}(?:-[0-9]{1,5})?)*")
 
 
@@ -60,6 +65,30 @@ def check_addresses(addresses: tuple[str, ...]) -> None:
         refuse(f"an address is named twice: got {addresses}")
     for address in addresses:
         check_address(address)
+
+
+def check_vouchers(vouchers: tuple[str, ...]) -> None:
+    """Raise LocalProtocolError unless these may be relays' vouchers by their size and letters; what they say is the caller's."""
+    check_range("number of vouchers", len(vouchers), 0, MAX_VOUCHERS)
+    for voucher in vouchers:
+        if not 0 < len(voucher) <= MAX_VOUCHER_LENGTH or not _BASE64URL.fullmatch(voucher):
+            refuse(f"bad voucher: got {len(voucher)} characters, expected at most {MAX_VOUCHER_LENGTH} of base64url")
+
+
+def check_public_face(name: str, place: tuple[int, int] | None) -> None:
+    """Raise LocalProtocolError unless a peer may show itself under this name, at this latitude and longitude in degrees."""
+    if len(name) > MAX_PUBLIC_NAME_LENGTH or not name.isprintable() or name != name.strip():
+        refuse(f"bad name: got {name[:80]!r}, expected at most {MAX_PUBLIC_NAME_LENGTH} printable characters")
+    if place is not None:
+        check_range("latitude", place[0], -90, 90)
+        check_range("longitude", place[1], -180, 180)
+
+
+def place_of(values: list[int]) -> tuple[int, int]:
+    """Return a place's two numbers. Raises LocalProtocolError where there are not two."""
+    if len(values) != 2:
+        refuse(f"bad place: got {len(values)} numbers, expected latitude and longitude")
+    return values[0], values[1]
 
 
 def check_address(text: str) -> None:

@@ -11,8 +11,9 @@ A signed record on the wire, at most 16,384 bytes:
 The payload is an object with `kind` and that kind's fields:
 
     kind "experts"     node seq ttl_s model model_name experts addresses exact_kernels wire_versions
+                       [is_loading] [is_public] [vouchers] [name] [place]
     kind "model"       node seq ttl_s model model_name n_expert n_expert_used moe_layers n_embd size_bytes addresses
-                       offers_blocks
+                       offers_blocks [is_public] [vouchers]
     kind "registry"    node seq ttl_s addresses
     kind "histogram"   node seq ttl_s model n_tokens window_s loads
     kind "withdrawal"  node seq model withdraws
@@ -53,8 +54,10 @@ from swarm.registry.record_fields import (
     canonical,
     check_addresses,
     check_lease,
+    check_public_face,
     check_range,
     check_term,
+    check_vouchers,
     expert_set,
     field_of,
     key_fields,
@@ -63,6 +66,7 @@ from swarm.registry.record_fields import (
     node_field,
     parse_object,
     parse_ranges,
+    place_of,
     refuse,
 )
 
@@ -102,6 +106,10 @@ class ExpertAnnouncement:
         exact_kernels: started with `--exact-kernels`, so the form `exact` may be asked of it.
         wire_versions: ascending.
         is_loading: it will hold them, but answers nothing yet: said so that two who choose at once choose differently.
+        is_public: others have reached its addresses unasked; if not, they may still be right, and a relay is the surer way.
+        vouchers: of relays through which it can be called (`swarm.wire.vouchers`), base64url.
+        name: what its owner calls it in public; empty for most.
+        place: whole degrees of latitude and longitude, for the map, where its owner tells it.
     """
 
     node: NodeId
@@ -114,6 +122,10 @@ class ExpertAnnouncement:
     exact_kernels: bool
     wire_versions: tuple[int, ...]
     is_loading: bool = False
+    is_public: bool = True
+    vouchers: tuple[str, ...] = ()
+    name: str = ""
+    place: tuple[int, int] | None = None
 
     @property
     def kind(self) -> RecordKind:
@@ -122,6 +134,8 @@ class ExpertAnnouncement:
 
     def __post_init__(self) -> None:
         check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
+        check_vouchers(self.vouchers)
+        check_public_face(self.name, self.place)
         check_range("number of (layer, expert) pairs", len(self.experts), 1, MAX_PAIRS)
         for layer, experts in self.experts.by_layer.items():
             check_range("layer", layer, 0, MAX_INDEX)
@@ -142,6 +156,7 @@ class ModelOffer:
         moe_layers: the layers that have routed experts, as a range text like `1-27`.
         size_bytes: of the whole model file.
         sources: `https://` and `hf://` names of the same file, for those who would rather not load this node.
+        is_public, vouchers: as in an `ExpertAnnouncement`.
     """
 
     node: NodeId
@@ -157,6 +172,8 @@ class ModelOffer:
     addresses: tuple[str, ...]
     offers_blocks: bool
     sources: tuple[str, ...] = ()
+    is_public: bool = True
+    vouchers: tuple[str, ...] = ()
 
     @property
     def kind(self) -> RecordKind:
@@ -165,6 +182,7 @@ class ModelOffer:
 
     def __post_init__(self) -> None:
         check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
+        check_vouchers(self.vouchers)
         check_range("n_expert", self.n_expert, 1, MAX_INDEX + 1)
         check_range("n_expert_used", self.n_expert_used, 1, min(self.n_expert, 255))  # slots travel as u8
         check_range("n_embd", self.n_embd, 1, MAX_N_EMBD)
@@ -375,9 +393,17 @@ def _fields_of(record: Record) -> dict[str, Any]:
             "loads": loads,
         }
     fields |= {"ttl_s": record.ttl_s, "model_name": record.model_name, "addresses": list(record.addresses)}
+    if not record.is_public:
+        fields["is_public"] = False
+    if record.vouchers:
+        fields["vouchers"] = list(record.vouchers)
     if isinstance(record, ExpertAnnouncement):
         if record.is_loading:
             fields["is_loading"] = True
+        if record.name:
+            fields["name"] = record.name
+        if record.place is not None:
+            fields["place"] = list(record.place)
         return fields | {
             "experts": [list(group) for group in record.experts.grouped()],
             "exact_kernels": record.exact_kernels,
@@ -411,10 +437,20 @@ def _parse_experts(fields: dict[str, Any]) -> ExpertAnnouncement:
         exact_kernels=field_of(fields, "exact_kernels", bool),
         wire_versions=tuple(list_of(fields, "wire_versions", int)),
         is_loading="is_loading" in fields and field_of(fields, "is_loading", bool),
+        **_reach_fields(fields),
+        name=field_of(fields, "name", str) if "name" in fields else "",
+        place=place_of(list_of(fields, "place", int)) if "place" in fields else None,
     )
     if [list(group) for group in record.experts.grouped()] != fields["experts"]:
         refuse("groups of experts are not canonical: expected one per distinct set, by lowest layer")
     return record
+
+
+def _reach_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "is_public": "is_public" not in fields or field_of(fields, "is_public", bool),
+        "vouchers": tuple(list_of(fields, "vouchers", str)) if "vouchers" in fields else (),
+    }
 
 
 def _parse_offer(fields: dict[str, Any]) -> ModelOffer:
@@ -427,6 +463,7 @@ def _parse_offer(fields: dict[str, Any]) -> ModelOffer:
         size_bytes=field_of(fields, "size_bytes", int),
         offers_blocks=field_of(fields, "offers_blocks", bool),
         sources=tuple(list_of(fields, "sources", str)) if "sources" in fields else (),
+        **_reach_fields(fields),
     )
 
 

@@ -9,7 +9,7 @@ is refused. Knows nothing of models, and whether a draft is right is the backbon
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Longest and shortest suffix that is looked up. Measured with 8 drafted on the embedded model's greedy answers to 12 held-out
 # prompts, and on held-out text itself (docs/drafts.md): 4 and 5 bring nothing over 3; a shortest of 1 makes 12 and 8 % fewer
@@ -22,12 +22,17 @@ MAX_NGRAMS = 131_072
 
 
 class NgramDrafter:
-    """The tokens of one sequence, prompt and answer, and where each n-gram of them stood last."""
+    """A `Drafter`: the tokens of one sequence, prompt and answer, and where each n-gram of them stood last.
+
+    Attributes:
+        n_matched: length of the suffix that the latest draft was found by; 0: none.
+    """
 
     def __init__(self, *, n_max: int = N_MAX, n_min: int = N_MIN, max_ngrams: int = MAX_NGRAMS) -> None:
         """Look up suffixes of `n_max` down to `n_min` tokens."""
         if not 1 <= n_min <= n_max:
             raise ValueError(f"n-gram lengths out of range: got {n_min} to {n_max}, expected 1 or more, ascending")
+        self.n_matched = 0
         self._lengths = range(n_max, n_min - 1, -1)
         self._max_ngrams = max_ngrams
         self._tokens: list[int] = []
@@ -52,16 +57,28 @@ class NgramDrafter:
         while len(self._next) > self._max_ngrams:
             del self._next[next(iter(self._next))]
 
+    def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+        """Return the draft that follows `tokens`; constant time for each that is new since the last call."""
+        n_known = len(self._tokens)
+        if len(tokens) < n_known or (n_known and tokens[n_known - 1] != self._tokens[-1]):  # rolled back
+            self._tokens.clear()
+            self._next.clear()
+            n_known = 0
+        self.extend(tokens[n_known:])
+        return self.draft(n)
+
     def draft(self, n_draft: int) -> list[int]:
         """Return up to `n_draft` tokens that may follow; none where no suffix was seen before.
 
         Where the earlier occurrence overlaps the suffix, the text loops: the draft goes round the loop.
         """
+        self.n_matched = 0
         if n_draft < 1:
             return []
         for n in self._lengths:
             start = self._next.get(tuple(self._tokens[-n:])) if n <= len(self._tokens) else None
             if start is not None:
+                self.n_matched = n
                 followed = self._tokens[start : start + n_draft]
                 n_rounds = -(-n_draft // len(followed))
                 return (followed * n_rounds)[:n_draft]

@@ -60,7 +60,7 @@ async def test_what_the_map_calls_servable_is_what_a_request_gets(tmp_path: Path
         await agreed(url, servable=False)
         first = await processes.add_peer(range(16))
         shown = await agreed(url, servable=False)
-        assert shown["missing"]["0"] == "16-31"
+        assert shown["models"][0]["missing"]["0"] == "16-31"
         second = await processes.add_peer(range(16, 32))
         shown = await agreed(url, servable=True)
         assert {peer["id"] for peer in shown["peers"]} == {first.ready["node"], second.ready["node"]}

@@ -59,7 +59,7 @@ async def node(identity: Identity) -> AsyncIterator[Node]:
     made = Node(identity)
     async with made.endpoint:
         yield made
-        await made.client.close()
+        made.client.close()
 
 
 @contextlib.asynccontextmanager

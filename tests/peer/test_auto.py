@@ -200,9 +200,3 @@ def test_the_budget_is_what_is_given_or_a_share_of_what_is_free(
     monkeypatch.setattr(auto, "free_memory_bytes", lambda: None)
     with pytest.raises(UserError, match="--memory"):
         AutoExperts().budget_bytes(None)
-
-
-def test_free_memory_is_told_in_bytes() -> None:
-    free = auto.free_memory_bytes()
-    assert free is not None
-    assert 2**20 < free < 2**50

@@ -179,3 +179,109 @@ def test_who_had_the_last_turn_and_comes_back_does_not_pass_who_waits() -> None:
     line.add(again, "a")
     assert line.take() == [other]
     assert line.take() == [again]
+
+
+# Shares
+
+
+class Pool:
+    """A peer by a clock of its own: computing takes a second a pair, and askers send as soon as they may."""
+
+    def __init__(self) -> None:
+        self.line: Line[Waiting] = Line()
+        self.asker_of: dict[int, str] = {}
+        self.keep: list[Waiting] = []
+        self.done: dict[str, int] = {}
+        self.longest_wait: dict[str, int] = {}
+        self._since: dict[int, int] = {}
+        self.now = 0
+
+    def send(self, asker: str, n_pairs: int, layer: int = 0) -> None:
+        entry = Waiting(dispatch(layer, experts=tuple(range(n_pairs))))
+        self.keep.append(entry)
+        self.asker_of[id(entry)], self._since[id(entry)] = asker, self.now
+        self.line.add(entry, asker)
+
+    def serve(self) -> list[str]:
+        """Compute one group; return whose dispatches it was."""
+        group = self.line.take()
+        for entry in group:
+            asker = self.asker_of[id(entry)]
+            self.longest_wait[asker] = max(self.longest_wait.get(asker, 0), self.now - self._since[id(entry)])
+        for entry in group:
+            n_pairs = len(entry.dispatch.expert_ids)
+            self.now += n_pairs
+            asker = self.asker_of[id(entry)]
+            self.done[asker] = self.done.get(asker, 0) + n_pairs
+        return [self.asker_of[id(entry)] for entry in group]
+
+
+def test_one_with_long_batches_and_one_with_short_ones_get_as_many_pairs() -> None:
+    pool = Pool()
+    for _ in range(8):
+        pool.send("prompts", 200, layer=1)
+        pool.send("tokens", 4)
+    for _ in range(2000):
+        for asker in pool.serve():
+            pool.send(asker, 200 if asker == "prompts" else 4, layer=asker == "prompts")
+    share = pool.done["tokens"] / sum(pool.done.values())
+    assert 0.4 < share < 0.6
+
+
+def test_a_light_asker_waits_for_one_group_of_a_greedy_one_at_most() -> None:
+    pool = Pool()
+    for layer in range(100):
+        pool.send("greedy", 100, layer=layer)
+    for step in range(50):
+        pool.serve()
+        pool.send("light", 4, layer=1000 + step)
+        pool.send("greedy", 100, layer=2000 + step)
+        assert pool.serve() == ["light"]
+    assert pool.longest_wait["light"] == 0
+
+
+def test_a_greedy_asker_leaves_each_of_three_others_its_quarter() -> None:
+    pool = Pool()
+    for layer in range(64):
+        pool.send("greedy", 50, layer=layer)
+    for each in "abc":
+        for layer in range(4):
+            pool.send(each, 50, layer=100 + layer)
+    layer = 1000
+    for _ in range(800):
+        for asker in pool.serve():
+            layer += 1
+            pool.send(asker, 50, layer=layer)
+    assert all(abs(pool.done[each] / sum(pool.done.values()) - 0.25) < 0.01 for each in ("greedy", *"abc"))
+
+
+def test_who_was_away_gets_no_credit_for_it() -> None:
+    pool = Pool()
+    for layer in range(40):
+        pool.send("steady", 10, layer=layer)
+    for _ in range(30):
+        pool.serve()
+    for layer in range(10):
+        pool.send("back", 10, layer=100 + layer)
+    turns = [pool.serve()[0] for _ in range(20)]
+    assert turns == ["back", "steady"] * 10
+
+
+def test_however_many_newcomers_come_nobody_starves() -> None:
+    pool = Pool()
+    pool.send("old", 10)
+    pool.send("old", 10, layer=1)
+    assert pool.serve() == ["old"]
+    for n in range(3 * batching.MAX_PASSED_OVER):
+        pool.send(f"new {n}", 10, layer=2 + n)
+        if pool.serve() == ["old"]:
+            break
+    assert n <= batching.MAX_PASSED_OVER
+
+
+def test_askers_that_left_are_forgotten() -> None:
+    pool = Pool()
+    for n in range(10 * batching.MAX_REMEMBERED):
+        pool.send(f"asker {n}", 10)
+        pool.serve()
+    assert len(pool.line._askers) <= batching.MAX_REMEMBERED + 1

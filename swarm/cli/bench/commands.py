@@ -15,9 +15,15 @@ COMMANDS = {
     "transport": ("swarm.cli.bench.transport", "transport"),
     "sweep": ("swarm.cli.bench.sweep", "sweep"),
     "experts": ("swarm.cli.bench.experts", "experts"),
+    "gateway": ("swarm.cli.bench.gateway", "gateway"),
     "fanout": ("swarm.cli.bench.fanout", "fanout"),
+    "speculation": ("swarm.cli.bench.speculation", "speculation"),
+    "popularity": ("swarm.cli.bench.popularity", "popularity"),
     "failover": ("swarm.cli.bench.failover", "failover"),
+    "audit": ("swarm.cli.bench.audit", "audit"),
+    "federation": ("swarm.cli.bench.federation", "federation"),
     "registry": ("swarm.cli.bench.registry", "registry"),
+    "relay": ("swarm.cli.bench.relay", "relay"),
 }
 
 app = typer.Typer(

@@ -234,6 +234,24 @@ async def test_paths_of_one_host_share_its_access_link(hub: EmulatedPaths, sink:
     assert abs((left_link[-1] - left_link[0]) / 199 / MS - 1) < 0.03  # together they have the link's 1 ms a packet
 
 
+async def test_a_client_may_have_a_path_and_an_access_link_of_its_own(hub: EmulatedPaths, sink: Receiver) -> None:
+    await hub.access("slow", LinkSpec(rate_bit_s=10_000_000, queue_s=1))
+    front = await hub.front(to=sink.address, spec=PathSpec(delay_s=0.001))
+    with client(front) as slow, client(front) as fast:
+        port = slow.getsockname()[1]
+        await hub.client(front, port, spec=PathSpec(delay_s=0.03), client="slow", name="slow path")
+        for _ in range(50):
+            for udp in (slow, fast):
+                udp.send(bytes(1250 - HEADERS_BYTES))
+    await asyncio.sleep(0.1 + SETTLE_S)
+    ways = (await hub.stats()).ways
+    assert ways["front0/forth"].n_delivered == ways["slow path/forth"].n_delivered == 50
+    assert ways["front0/forth"].delays_s.max() < 0.02
+    due = ways["slow path/forth"].records[:, 1]
+    assert ways["slow path/forth"].delays_s.min() > 0.03
+    assert abs((due[-1] - due[0]) / 49 / MS - 1) < 0.03
+
+
 async def test_a_large_datagram_and_an_empty_one_cross_whole(hub: EmulatedPaths, echo: Receiver) -> None:
     front = await hub.front(to=echo.address, spec=PathSpec(delay_s=0.001))
     large = os.urandom(65_000)

@@ -18,7 +18,8 @@ from swarm.errors import EngineError, IntegrityError, UserError
 from swarm.experts import expert_ffn
 from swarm.experts.expert_ffn import ExpertFfn, ExpertNotLoaded
 from swarm.ids import ExpertSet
-from swarm.model.spec import SUPPORTED, ExpertTensor, ModelSpec, Support
+from swarm.model.expert_kinds import Activation
+from swarm.model.spec import ExpertTensor, ModelSpec
 
 ROOT = Path(swarm.__file__).parents[1]
 GGML_TYPE_F32 = 0
@@ -29,25 +30,30 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
 
 
-def f32_spec(kinds: tuple[str, ...]) -> ModelSpec:
-    """A model of one layer, D=16, F=8, E=5, with weights that ggml does not round."""
-    shapes = {"gate": (16, 8, 5), "up": (16, 8, 5), "down": (8, 16, 5), "gate_up": (16, 16, 5)}
-    tensors = tuple(
-        ExpertTensor(name=f"blk.2.ffn_{kind}_exps.weight", kind=kind, ggml_type=GGML_TYPE_F32, shape=shapes[kind])
-        for kind in sorted(kinds)
-    )
+D, F, E = 16, 8, 5
+SHAPES = {"gate": (D, F, E), "up": (D, F, E), "down": (F, D, E), "gate_up": (D, 2 * F, E)}
+
+
+def f32_spec(kinds: tuple[str, ...], activation: str = "swiglu") -> ModelSpec:
+    """A model of one layer, with weights that ggml does not round; kinds such as `up`, `up.bias`, `down.scale`."""
+    tensors = []
+    for kind in kinds:
+        product, _, suffix = kind.partition(".")
+        shape = {"": SHAPES[product], "bias": SHAPES[product][1:], "scale": (E,)}[suffix]
+        name = f"blk.2.ffn_{product}_exps.{suffix or 'weight'}"
+        tensors.append(ExpertTensor(name=name, kind=kind, ggml_type=GGML_TYPE_F32, shape=shape))
     return ModelSpec(
         architecture="qwen3moe",
         n_layers=3,
         moe_layers=(2,),
-        n_expert=5,
+        n_expert=E,
         n_expert_used=2,
-        n_embd=16,
-        n_ff_exp=8,
-        activation="swiglu",
+        n_embd=D,
+        n_ff_exp=F,
+        activations=(Activation.parse(activation),),
         n_expert_shared=0,
         n_ff_shared=0,
-        tensors_by_layer=(tensors,),
+        tensors_by_layer=(tuple(sorted(tensors, key=lambda tensor: tensor.name)),),
     )
 
 
@@ -67,25 +73,111 @@ def test_experts_are_numpys_swiglu_for_slices_that_differ_by_layer(reference: An
                 assert cosine(got, wanted) > 0.9995
 
 
-@pytest.mark.parametrize("kinds", [("gate", "up", "down"), ("gate_up", "down")])
-def test_separate_and_joined_gates_are_numpys_swiglu_to_rounding(
-    monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
-) -> None:
-    monkeypatch.setitem(SUPPORTED, "qwen3moe", Support(kinds=frozenset(kinds)))
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * x * (1 + 0.044715 * x * x)))
+
+
+def oai(g: np.ndarray, u: np.ndarray) -> np.ndarray:
+    g = np.minimum(g, 1.5)
+    return g / (1 + np.exp(-0.7 * g)) * (1 + np.clip(u, -1.5, 1.5))
+
+
+def situ(g: np.ndarray, u: np.ndarray) -> np.ndarray:
+    return 1.25 * np.tanh(g / 1.25) / (1 + np.exp(-g)) * 2.0 * np.tanh(u / 2.0)
+
+
+REFERENCES: dict[str, Any] = {
+    "swiglu": lambda g, u: silu(g) * u,
+    "geglu": lambda g, u: gelu(g) * u,
+    "reglu": lambda g, u: np.maximum(g, 0) * u,
+    "swiglu_clamp 1.5": lambda g, u: silu(np.minimum(g, 1.5)) * np.clip(u, -1.5, 1.5),
+    "silu_clamp 0.75": lambda g, u: np.minimum(silu(g), 0.75) * np.clip(u, -0.75, 0.75),
+    "swiglu_oai 0.7 1.5": oai,
+    "situ 1.25 2.0": situ,
+    "situ 1.25 0.0": lambda g, u: 1.25 * np.tanh(g / 1.25) / (1 + np.exp(-g)) * u,
+    "silu": lambda g, u: silu(u),
+    "gelu": lambda g, u: gelu(u),
+    "relu": lambda g, u: np.maximum(u, 0),
+    "relu_sqr": lambda g, u: np.maximum(u, 0) ** 2,
+}
+PARTS = [
+    pytest.param((), id="weights"),
+    pytest.param(("bias",), id="biases"),
+    pytest.param(("scale",), id="scales"),
+    pytest.param(("bias", "scale"), id="biases and scales"),
+]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("activation", REFERENCES)
+def test_every_activation_with_biases_and_scales_is_numpys_to_rounding(activation: str, parts: tuple[str, ...]) -> None:
+    is_gated = Activation.parse(activation).is_gated
+    products = ("gate", "up", "down") if is_gated else ("up", "down")
+    check_against_numpy(activation, (*products, *(f"{product}.{part}" for product in products for part in parts)))
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "reglu", "swiglu_oai 0.7 1.5"])
+def test_gate_and_up_in_one_tensor_are_numpys_to_rounding(activation: str) -> None:
+    check_against_numpy(activation, ("gate_up", "down", "gate_up.bias", "down.bias"))
+
+
+# ggml looks gelu up in a table of halves.
+TOLERANCES = {"geglu": 2e-2, "gelu": 2e-2}
+
+
+def check_against_numpy(activation: str, kinds: tuple[str, ...]) -> None:
     rng = np.random.default_rng(5)
-    spec = f32_spec(kinds)
-    gate, up = (rng.standard_normal((5, 8, 16)).astype(np.float32) for _ in range(2))
-    planes = {"gate": gate, "up": up, "down": rng.standard_normal((5, 16, 8)).astype(np.float32)}
-    planes["gate_up"] = np.concatenate([gate, up], axis=1)
-    x = rng.standard_normal((3, 16)).astype(np.float32)
+    spec = f32_spec(kinds, activation)
+    planes: dict[str, np.ndarray] = {}
+    for product, size in (("gate", F), ("up", F), ("down", D)):
+        planes[product] = rng.standard_normal((E, size, D + F - size)).astype(np.float32) / 2
+        planes[f"{product}.bias"] = rng.standard_normal((E, size)).astype(np.float32)
+        planes[f"{product}.scale"] = rng.uniform(0.5, 2, E).astype(np.float32)
+    for suffix in ("", ".bias"):
+        planes[f"gate_up{suffix}"] = np.concatenate([planes[f"gate{suffix}"], planes[f"up{suffix}"]], axis=1)
+    has_bias, has_scale = any("bias" in kind for kind in kinds), any("scale" in kind for kind in kinds)
+
+    def product(name: str, of: np.ndarray) -> np.ndarray:
+        y = np.einsum("pab,pb->pa", planes[name][ids].astype(np.float64), of)
+        y = y * planes[f"{name}.scale"][ids, None] if has_scale else y
+        return y + planes[f"{name}.bias"][ids] if has_bias else y
+
+    x = rng.standard_normal((3, D)).astype(np.float32)
     rows, ids = np.array([2, 0, 0, 1]), np.array([4, 1, 4, 3])
+    hidden = REFERENCES[activation](product("gate", x[rows]), product("up", x[rows]))
+    expected = product("down", hidden)
+    tolerance = TOLERANCES.get(activation, 2e-3)
     with ExpertFfn(spec, ExpertSet.of([2], [4, 1, 3])) as ffn:
         for expert in (1, 3, 4):
             ffn.load(2, expert, b"".join(planes[t.kind][expert].tobytes() for t in spec.expert_tensors(2)))
-        y = ffn.compute(2, x, rows, ids)
-    a, b = (np.einsum("pfd,pd->pf", weights[ids], x[rows]) for weights in (gate, up))
-    expected = np.einsum("pdf,pf->pd", planes["down"][ids], a / (1 + np.exp(-a)) * b)
-    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(ffn.compute(2, x, rows, ids), expected, rtol=tolerance, atol=tolerance)
+        # K experts of each row, with weights: other graphs, the same numbers
+        raw = ffn.compute_choice(2, x[rows[:2]], ids.reshape(2, 2)[:, ::-1].astype(np.int32).copy())
+        assert raw.shape == (2, 2, D)
+        ones = np.ones((4, 1), np.float32)
+        single = ffn.compute_choice(2, x[rows], ids[:, None].astype(np.int32), ones)
+        np.testing.assert_allclose(single, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_the_least_memory_computes_what_much_memory_does() -> None:
+    spec = f32_spec(
+        ("gate", "up", "down", *(f"{p}.{s}" for p in ("gate", "up", "down") for s in ("bias", "scale"))),
+        "situ 1.25 2.0",
+    )
+    rng = np.random.default_rng(6)
+    blocks = [rng.standard_normal(spec.block_size_bytes(2) // 4).astype(np.float32).tobytes() for _ in range(E)]
+    x, rows = rng.standard_normal((7, D)).astype(np.float32), np.arange(7)
+    results = []
+    for scratch_bytes in (1, 1 << 20):  # one pair at a time, and all at once
+        with ExpertFfn(spec, ExpertSet.of([2], range(E)), scratch_bytes=scratch_bytes) as ffn:
+            for expert, block in enumerate(blocks):
+                ffn.load(2, expert, block)
+            results.append(ffn.compute(2, x, rows, rows % E))
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

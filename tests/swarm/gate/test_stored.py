@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from swarm.dispatch.audit import DEFAULT_TOLERANCE
 from swarm.errors import UserError
 from swarm.gate.stored import (
     MAX_RESULT_BYTES,
     GateResult,
     asked_wire,
+    audit_tolerance,
     choose_wire,
     engine_name,
     load_result,
@@ -195,3 +197,25 @@ def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> No
     (tmp_path / "gate").write_text("a file")
     with pytest.raises(UserError, match="cannot keep the gate's result"):
         save_result(tmp_path, result())
+
+
+@pytest.mark.parametrize(
+    ("error", "tolerance"), [(None, DEFAULT_TOLERANCE), (0.0, 0.01), (0.002, 0.01), (0.005, 0.015), (0.02, 0.03)]
+)
+def test_an_audits_tolerance_is_thrice_the_measured_error_between_1_and_3_percent(
+    error: float | None, tolerance: float, tmp_path: Path
+) -> None:
+    save_result(tmp_path, result(dataclasses.replace(form("q8", 500), audit_error=error), form("f32", 2000)))
+    kept = load_result(tmp_path, MODEL)
+    assert audit_tolerance(kept, parse_wire("q8")) == pytest.approx(tolerance)
+    assert audit_tolerance(kept, parse_wire("f16")) == DEFAULT_TOLERANCE, "not measured"
+    assert audit_tolerance(None, parse_wire("q8")) == DEFAULT_TOLERANCE
+
+
+def test_a_result_of_before_audits_were_measured_can_be_read(tmp_path: Path) -> None:
+    path = save_result(tmp_path, result())
+    plain = json.loads(path.read_bytes())
+    for wire in plain["wires"]:
+        del wire["audit_error"]
+    path.write_text(json.dumps(plain))
+    assert load_result(tmp_path, MODEL) == result()

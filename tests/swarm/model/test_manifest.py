@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from swarm.errors import IntegrityError, RemoteProtocolError, UserError
 from swarm.model import manifest as manifest_module
+from swarm.model.expert_kinds import Activation
 from swarm.model.gguf_file import GgufFile, TensorInfo
 from swarm.model.manifest import (
     MAX_MANIFEST_BYTES,
@@ -241,6 +242,9 @@ def test_a_whole_file_is_its_own_backbone_and_another_models_is_not(small: Path,
 # -- manifests from strangers
 
 
+ACTIVATIONS = ("swiglu", "geglu", "swiglu_clamp 7.0", "silu_clamp 0.10000000149011612", "situ 4.0 25.0")
+
+
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
     n_layers = draw(st.integers(1, 5))
@@ -257,7 +261,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         n_expert_used=draw(st.integers(1, n_expert)),
         n_embd=d,
         n_ff_exp=f,
-        activation="swiglu",
+        activations=tuple(Activation.parse(draw(st.sampled_from(ACTIVATIONS))) for _ in layers),
         n_expert_shared=n_shared,
         n_ff_shared=n_shared * 64,
         tensors_by_layer=tuple(

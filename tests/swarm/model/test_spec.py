@@ -66,7 +66,8 @@ def write(
 )
 def test_the_embedded_model(name: str, block_bytes: int) -> None:
     spec = spec_of(EMBEDDED / name)
-    assert (spec.architecture, spec.activation) == ("qwen2moe", "swiglu")
+    assert spec.architecture == "qwen2moe"
+    assert {str(spec.activation(layer)) for layer in spec.moe_layers} == {"swiglu"}
     assert (spec.n_layers, spec.moe_layers) == (6, (0, 1, 2, 3, 4, 5))
     assert (spec.n_expert, spec.n_expert_used, spec.n_embd, spec.n_ff_exp) == (32, 4, 256, 128)
     assert (spec.n_expert_shared, spec.n_ff_shared) == (1, 256)
@@ -114,21 +115,44 @@ def write_dense(path: Path) -> Path:
     ("make", "message"),
     [
         (write_dense, r"no experts \(qwen3\)"),
-        (lambda p: write(p, architecture="olmoe"), "got architecture olmoe, supported are qwen2moe, qwen3moe"),
-        (lambda p: write(p, {"ffn_up_exps.bias": (E, F)}), r"blk\.1\.ffn_up_exps\.bias, supported are weights"),
-        (lambda p: write(p, {"ffn_up_exps.scale": (E,)}), r"ffn_up_exps\.scale"),
-        (lambda p: write(p, {"ffn_up_chexps.weight": (E, F, D)}), "ffn_up_chexps"),
-        (lambda p: write(p, {"ffn_sideways_exps.weight": (E, F, D)}), "ffn_sideways_exps"),
-        (lambda p: write(p, {"ffn_gate_up_exps.weight": (E, 2 * F, D)}), "gate, gate_up, up: supported for qwen3moe"),
-        (lambda p: write(p, drop="ffn_gate_exps.weight"), "the expert tensors down, up: supported"),
-        (lambda p: write(p, drop="ffn_down_exps.weight"), "n_ff_exp"),
+        (lambda p: write(p, architecture="newmoe"), "newmoe, which has no row in the table .* afmoe, arctic"),
+        (lambda p: write(p, {"ffn_up_exps.bias": (E, F)}), r"blk\.1\.ffn_up_exps\.bias: llama.cpp knows no biases"),
+        (
+            lambda p: write(p, {"ffn_up_exps.scale": (E,)}, architecture="olmoe"),
+            r"blk\.1\.ffn_up_exps\.scale: llama.cpp does not apply",
+        ),
+        (lambda p: write(p, {"ffn_up_exps.scale": (E,)}), r"bad type of blk\.1\.ffn_up_exps\.scale"),
+        (
+            lambda p: write(p, {"ffn_up_chexps.bias": (E, F)}),
+            r"blk\.1\.ffn_up_chexps\.bias, which no known architecture",
+        ),
+        (lambda p: write(p, {"ffn_sideways_exps.weight": (E, F, D)}), r"blk\.1\.ffn_sideways_exps\.weight, which no"),
+        (
+            lambda p: write(p, {"ffn_gate_up_exps.weight": (E, 2 * F, D)}),
+            r"blk\.1\.ffn_gate_up_exps\.weight: llama.cpp takes gate and up apart",
+        ),
+        (
+            lambda p: write(p, {"ffn_gate_up_exps.weight": (E, 2 * F, D)}, architecture="qwen3next"),
+            "expert tensors down, gate, gate_up, up: swiglu takes down, gate_up or down, gate, up",
+        ),
+        (
+            lambda p: write(p, drop="ffn_gate_exps.weight", architecture="gpt-oss"),
+            "activation swiglu_oai without a gate is not known",
+        ),
+        (lambda p: write(p, architecture="nemotron_h"), "activation relu_sqr with a gate is not known"),
+        (lambda p: write(p, drop="ffn_up_exps.weight"), "the expert tensors down, gate: swiglu takes"),
+        (lambda p: write(p, drop="ffn_down_exps.weight"), r"no blk\.1\.ffn_down_exps\.weight"),
         (lambda p: write(p, {"ffn_up_exps.weight": (E, F, 2 * D)}), r"shape \(64, 64, 4\), expected \(32, 64, 4\)"),
-        (lambda p: write(p, {"ffn_up_exps.weight": (F, D)}), "three dimensions"),
+        (lambda p: write(p, {"ffn_up_exps.weight": (F, D)}), "expected 3 dimensions"),
         (lambda p: write(p, {"expert_count": 5}), "expected"),
+        (lambda p: write(p, {"nextn_predict_layers": 1}), "only in layers that predict further tokens, from layer 1"),
         (lambda p: write(p, {"expert_used_count": 5}), "n_expert_used out of range"),
         (lambda p: write(p, {"expert_used_count": 0}), "n_expert_used out of range"),
         (lambda p: write(p, {"block_count": 1}), "bad MoE layers"),
-        (lambda p: write(p, {"expert_feed_forward_length": 63}), "63, but the expert tensors have a width of 64"),
+        (
+            lambda p: write(p, {"expert_feed_forward_length": 63}),
+            "63, but blk.1.ffn_down_exps.weight has a width of 64",
+        ),
     ],
 )
 def test_an_unsupported_model_is_refused_by_name(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
@@ -138,9 +162,74 @@ def test_an_unsupported_model_is_refused_by_name(make: Callable[[Path], Path], m
     assert "odd.gguf" in str(caught.value)
 
 
-def test_a_shard_is_refused_with_the_next_step(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--merge"):
-        spec_of(write(tmp_path / "m.gguf", {"split.count": 3}))
+def write_keys(path: Path, architecture: str, keys: Mapping[str, Any], tensors: Mapping[str, tuple[int, ...]]) -> Path:
+    """Write a model of D=32, E=4 with these keys, and F32 tensors of these shapes, slowest dimension first."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in ({"embedding_length": D, "expert_count": E, "expert_used_count": 2} | dict(keys)).items():
+        add = (
+            writer.add_array
+            if isinstance(value, list)
+            else writer.add_float32
+            if isinstance(value, float)
+            else writer.add_uint32
+        )
+        add(f"{architecture}.{key}", value)
+    for name, shape in tensors.items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def layer_of(layer: int, width: int = F, kinds: str = "gate up down") -> dict[str, tuple[int, ...]]:
+    shapes = {"gate": (E, width, D), "up": (E, width, D), "down": (E, D, width), "gate_up": (E, 2 * width, D)}
+    return {f"blk.{layer}.ffn_{kind}_exps.weight": shapes[kind] for kind in kinds.split()}
+
+
+def test_width_number_and_activation_may_differ_by_layer(tmp_path: Path) -> None:
+    keys = {
+        "block_count": 4,
+        "expert_feed_forward_length": [0, F, 2 * F, F],
+        "expert_used_count": [0, 1, 3, 2],
+        "swiglu_clamp_exp": [0.0, 0.0, 7.0, 4.0],
+    }
+    tensors = layer_of(1) | layer_of(2, 2 * F) | layer_of(3)
+    spec = spec_of(write_keys(tmp_path / "m.gguf", "step35", keys, tensors))
+    assert (spec.moe_layers, spec.n_ff_exp, spec.n_expert_used) == ((1, 2, 3), 2 * F, 3)
+    assert [spec.width(layer) for layer in spec.moe_layers] == [F, 2 * F, F]
+    assert [spec.n_used(layer) for layer in spec.moe_layers] == [1, 3, 2]
+    assert [str(spec.activation(layer)) for layer in spec.moe_layers] == ["swiglu", "silu_clamp 7.0", "silu_clamp 4.0"]
+    assert ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+def test_biases_and_scales_are_a_part_of_the_block(tmp_path: Path) -> None:
+    more = {f"blk.0.ffn_{kind}_exps.bias": (E, n) for kind, n in (("gate", F), ("up", F), ("down", D))}
+    spec = spec_of(write_keys(tmp_path / "m.gguf", "gpt-oss", {"block_count": 1}, layer_of(0) | more))
+    assert [t.kind for t in spec.expert_tensors(0)] == ["down.bias", "down", "gate.bias", "gate", "up.bias", "up"]
+    assert spec.block_size_bytes(0) == 4 * (3 * D * F + 2 * F + D)
+    assert str(spec.activation(0)) == "swiglu_oai 1.702 7.0"
+    scales = {f"blk.0.ffn_{kind}_exps.scale": (E,) for kind in ("gate", "up", "down")}
+    spec = spec_of(write_keys(tmp_path / "s.gguf", "qwen3moe", {"block_count": 1}, layer_of(0) | scales))
+    assert spec.block_size_bytes(0) == 4 * (3 * D * F + 3)
+    ignored = {"blk.0.ffn_up_exps.input_scale": (E,)}
+    plain = spec_of(write_keys(tmp_path / "i.gguf", "qwen3moe", {"block_count": 1}, layer_of(0) | ignored))
+    assert plain.block_size_bytes(0) == 4 * 3 * D * F
+
+
+def test_layers_that_predict_further_tokens_are_no_moe_layers(tmp_path: Path) -> None:
+    keys = {"block_count": 3, "nextn_predict_layers": 1}
+    spec = spec_of(write_keys(tmp_path / "m.gguf", "glm4moe", keys, layer_of(1) | layer_of(2)))
+    assert (spec.n_layers, spec.moe_layers) == (3, (1,))
+
+
+def test_experts_that_work_on_a_smaller_row_say_so(tmp_path: Path) -> None:
+    spec = spec_of(
+        write_keys(tmp_path / "m.gguf", "kimi-k3", {"block_count": 1, "embedding_length": 8 * D}, layer_of(0))
+    )
+    assert spec.n_embd == D
+    assert str(spec.activation(0)) == "situ 1.0 0.0"
 
 
 def test_experts_that_the_model_lacks_are_a_users_mistake(tmp_path: Path) -> None:
@@ -153,8 +242,14 @@ def test_experts_that_the_model_lacks_are_a_users_mistake(tmp_path: Path) -> Non
 
 def test_expert_tensors_are_told_from_routers_and_shared_experts() -> None:
     assert is_expert_tensor("blk.0.ffn_gate_exps.weight")
-    assert is_expert_tensor("blk.0.ffn_down_chexps.bias")
-    for name in ("blk.0.ffn_gate_inp.weight", "blk.0.ffn_up_shexp.weight", "blk.0.exp_probs_b.bias"):
+    assert is_expert_tensor("blk.0.ffn_down_exps.scale")
+    for name in (
+        "blk.0.ffn_norm_exps.weight",  # arctic's
+        "blk.0.ffn_down_chexps.weight",  # grovemoe's second group stays in the backbone
+        "blk.0.ffn_gate_inp.weight",
+        "blk.0.ffn_up_shexp.weight",
+        "blk.0.exp_probs_b.bias",
+    ):
         assert not is_expert_tensor(name)
 
 

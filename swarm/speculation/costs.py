@@ -1,0 +1,87 @@
+"""What a step costs by its rows, and a draft by its tokens: measured, fading, with a guess until then. Pure.
+
+    step(rows) = base + row * (rows - 1)
+
+fitted by least squares to the latest steps. Steps without drafts alone do not tell what a row costs: until others do, a row is
+taken to cost ROW_SHARE of the base, and once they did, what it cost when rows were last seen. Nobody is to go far beyond the
+rows that were seen (`most_rows`).
+"""
+
+from __future__ import annotations
+
+# Guessed: rows widen the set of experts and peers that a layer meets; measured at 30 ms and more it is about this
+# (docs/speculation.md).
+ROW_SHARE = 0.02
+ROW_WEIGHT = 1.0  # steps with one drafted row that the guess counts as
+FADE = 0.95  # what older steps count, for each new one: about the last twenty
+OUTLIER = 3.0  # a step that took longer than so many times what was expected counts as that: a hiccup, not a cost
+
+
+class StepCosts:
+    """Of one engine, all its sequences together."""
+
+    def __init__(self) -> None:
+        self._most_extra = 0
+        self._row_s: float | None = None  # as of the latest step that had rows more than one
+        self._n = self._rows = self._rows2 = self._seconds = self._products = 0.0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any step was seen."""
+        return self._n > 0
+
+    @property
+    def most_rows(self) -> int:
+        """How many rows a step should have at most: not far more than any before, lest it cost far more than was thought."""
+        return 2 * self._most_extra + 3
+
+    def count(self, n_rows: int, seconds: float, weight: float = 1.0) -> None:
+        """A step has been made; `weight` is less than 1 where several tell of the same one."""
+        extra = n_rows - 1
+        if self.is_known:
+            seconds = min(seconds, OUTLIER * self.step_s(n_rows))
+        self._most_extra = max(self._most_extra, extra)
+        fade = FADE**weight
+        self._n = fade * self._n + weight
+        self._rows = fade * self._rows + weight * extra
+        self._rows2 = fade * self._rows2 + weight * extra * extra
+        self._seconds = fade * self._seconds + weight * seconds
+        self._products = fade * self._products + weight * extra * seconds
+        if extra:
+            self._row_s = self._fit()[1]
+
+    def step_s(self, n_rows: int) -> float:
+        """Return how long a step of so many rows takes; 0 before any was seen."""
+        if not self.is_known:
+            return 0.0
+        base, row = self._fit()
+        return base + row * (n_rows - 1)
+
+    def _fit(self) -> tuple[float, float]:
+        """Return base and row: least squares, with ROW_WEIGHT * (row - what is thought of it)^2 added."""
+        share, seconds = (ROW_SHARE, 0.0) if self._row_s is None else (0.0, self._row_s)
+        a11 = self._n + ROW_WEIGHT * share**2
+        a12 = self._rows - ROW_WEIGHT * share
+        a22 = self._rows2 + ROW_WEIGHT
+        b1 = self._seconds - ROW_WEIGHT * share * seconds
+        b2 = self._products + ROW_WEIGHT * seconds
+        determinant = a11 * a22 - a12 * a12
+        base, row = (b1 * a22 - b2 * a12) / determinant, (b2 * a11 - b1 * a12) / determinant
+        return max(base, 1e-9), max(row, 0.0)
+
+
+class DraftCost:
+    """Of one drafter: seconds a token."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds that one drafted token takes; 0 before any."""
+        return self._seconds / self._tokens if self._tokens else 0.0
+
+    def count(self, n_tokens: int, seconds: float) -> None:
+        """So many tokens were drafted, or at least one was tried."""
+        self._tokens = FADE * self._tokens + max(n_tokens, 1)
+        self._seconds = FADE * self._seconds + seconds

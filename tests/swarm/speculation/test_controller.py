@@ -1,0 +1,194 @@
+"""Drafts where they pay, none where they do not, and a text whose nature changes: against a simulated step of known costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from swarm.speculation.controller import Controller, Experience, Source
+from swarm.speculation.ngram import NgramDrafter
+
+
+class Model:
+    """A sequence whose text is given: every step adds what was drafted rightly, and one token.
+
+    Attributes:
+        n_rows, n_steps, seconds: so far; drafting counts in `seconds`.
+    """
+
+    def __init__(self, text: Sequence[int], *, step_s: float = 0.5, row_s: float = 0.01) -> None:
+        self.text = list(text)
+        self.step_s, self.row_s = step_s, row_s
+        self.time = 0.0
+        self.n_rows = self.n_steps = 0
+
+    def run(self, controller: Controller, start: int, end: int | None = None, *, n_beside: int = 0) -> list[int]:
+        """Return the tokens that each step added, from a text of `start` tokens on."""
+        end, at, added = len(self.text) if end is None else end, start, []
+        while at < end:
+            drafts = controller.propose(self.text[:at], 8)
+            n = 0
+            while n < len(drafts) and at + n < end - 1 and drafts[n] == self.text[at + n]:
+                n += 1
+            took = self.step_s + self.row_s * (len(drafts) + n_beside)
+            self.time += took
+            controller.observe(1 + n_beside + len(drafts), took, n_beside)
+            self.n_rows += 1 + len(drafts)
+            self.n_steps += 1
+            added.append(n + 1)
+            at += n + 1
+        return added
+
+    def controller(self, *sources: Source, experience: Experience | None = None) -> Controller:
+        return Controller(sources, experience or Experience(), n_most=8, now=lambda: self.time)
+
+
+class Knowing:
+    """A drafter that costs time, and is right with a certain probability at each token."""
+
+    def __init__(self, model: Model, share: Callable[[int], float], token_s: float = 0.01, seed: int = 0) -> None:
+        self.model, self.share, self.token_s = model, share, token_s
+        self.rng = np.random.default_rng(seed)
+        self.n_drafted = 0
+
+    def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+        self.model.time += n * self.token_s
+        self.n_drafted += n
+        following = self.model.text[len(tokens) : len(tokens) + n]
+        return [token if self.rng.random() < self.share(len(tokens)) else -1 for token in following]
+
+
+def novel(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).permutation(100_000)[:n].tolist()
+
+
+def ngram() -> Source:
+    return Source("ngram", NgramDrafter(), is_free=True)
+
+
+def test_copied_text_is_drafted_after_a_few_tokens_and_whole() -> None:
+    model = Model(novel(50) * 4)
+    added = model.run(model.controller(ngram()), 50)
+    assert sum(added) / len(added) > 5
+    assert max(added[:8]) > 1, "within a handful of tokens"
+
+
+@pytest.mark.parametrize("step_s", [0.005, 0.02, 0.5])
+def test_text_in_which_nothing_is_accepted_costs_no_rows(step_s: float) -> None:
+    rng = np.random.default_rng(1)
+    model = Model(
+        rng.integers(0, 12, 600).tolist(), step_s=step_s
+    )  # every bigram was seen before, nothing follows from it
+
+    class Wrong:
+        n_matched = 2
+
+        def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+            return [-1] * n
+
+    added = model.run(model.controller(Source("wrong", Wrong(), is_free=True)), 10)
+    assert set(added) == {1}
+    assert model.n_rows == model.n_steps
+
+
+def test_a_drafter_that_is_never_right_costs_little_time() -> None:
+    model = Model(novel(400), step_s=0.04)
+    bad = Knowing(model, lambda at: 0.0, token_s=0.004)  # a tenth of a step for each token
+    added = model.run(model.controller(Source("local", bad)), 5)
+    assert set(added) == {1}
+    assert model.time / (model.n_steps * model.step_s) < 1.02
+    assert bad.n_drafted >= 2, "but it is tried"
+
+
+def test_text_that_turns_into_copying_is_noticed_within_forty_tokens() -> None:
+    first = novel(200)
+    model = Model(first + first[60:160])
+    controller = model.controller(ngram())
+    assert set(model.run(controller, 5, 200)) == {1}
+    assert sum(model.run(controller, 200, 240)) / len(model.run(controller, 240, 280)) > 2.5
+
+
+def test_copying_that_ends_costs_few_rows_more() -> None:
+    copied = novel(40)
+    model = Model(copied * 3 + novel(300, seed=5))
+    controller = model.controller(ngram())
+    model.run(controller, 40, 120)
+    before = model.n_rows - model.n_steps
+    model.run(controller, 120)
+    assert model.n_rows - model.n_steps - before <= 16
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.95])
+def test_a_drafter_that_is_often_right_is_used_and_brings_what_it_can(share: float) -> None:
+    model = Model(novel(400))
+    added = model.run(model.controller(Source("local", Knowing(model, lambda at: share))), 5)
+    best = (1 - share**9) / (1 - share)
+    assert sum(added[20:]) / len(added[20:]) > 0.8 * best
+    plain_s = 395 * model.step_s
+    assert plain_s / model.time > 0.75 * best * 0.5 / (0.5 + 8 * 0.02)
+
+
+def test_a_row_that_is_dear_makes_drafts_short_or_none() -> None:
+    lengths = {}
+    for row_s in (0.0, 0.1, 0.6):
+        model = Model(novel(300), row_s=row_s)
+        drafter = Knowing(model, lambda at: 0.6)
+        model.run(model.controller(Source("local", drafter)), 5)
+        lengths[row_s] = (model.n_rows - model.n_steps) / model.n_steps
+        assert 295 * model.step_s / model.time > 0.97
+    assert lengths[0.0] > lengths[0.1] > lengths[0.6]
+    assert lengths[0.6] < 0.2
+
+
+def test_the_better_of_two_is_taken() -> None:
+    model = Model(novel(60) * 5)
+    local = Knowing(model, lambda at: 0.3)
+    experience = Experience()
+    model.run(model.controller(ngram(), Source("local", local), experience=experience), 60)
+    assert experience.n_drafted["ngram"] > 20 * experience.n_drafted["local"]
+    assert experience.n_accepted["ngram"] > 0.9 * experience.n_drafted["ngram"]
+    model = Model(novel(300))
+    good = Knowing(model, lambda at: 0.8)
+    experience = Experience()
+    model.run(model.controller(ngram(), Source("local", good), experience=experience), 5)
+    assert experience.n_drafted["ngram"] == 0
+    assert experience.n_accepted["local"] > 100
+
+
+def test_what_a_drafter_costs_and_is_worth_is_known_to_the_next_sequence() -> None:
+    model = Model(novel(300))
+    experience = Experience()
+    model.run(model.controller(Source("local", Knowing(model, lambda at: 0.9)), experience=experience), 5)
+    second = Model(novel(40, seed=9))
+    controller = second.controller(Source("local", Knowing(second, lambda at: 0.9)), experience=experience)
+    assert second.run(controller, 5)[0] > 1, "from its first step on"
+
+
+def test_beside_other_sequences_dear_rows_are_weighed_against_what_all_get() -> None:
+    lengths = []
+    for n_beside in (0, 15):
+        model = Model(novel(400), step_s=0.1, row_s=0.05)
+        model.run(model.controller(Source("local", Knowing(model, lambda at: 0.7))), 5, n_beside=n_beside)
+        lengths.append((model.n_rows - model.n_steps) / model.n_steps)
+    assert lengths[0] > 2 * lengths[1]
+
+
+def test_a_step_that_is_rolled_back_is_no_judgement() -> None:
+    model = Model(novel(30) * 6)
+    controller = model.controller(ngram())
+    model.run(controller, 30, 90)
+    drafts = controller.propose(model.text[:90], 8)
+    assert len(drafts) == 8
+    assert controller.propose(model.text[:80], 8) == model.text[80:88]
+    assert controller.propose(model.text[:80], 8) == model.text[80:88]
+
+
+def test_never_more_than_there_is_room_for() -> None:
+    model = Model(novel(30) * 6)
+    controller = model.controller(ngram())
+    model.run(controller, 30, 90)
+    assert len(controller.propose(model.text[:90], 3)) == 3
+    assert controller.propose(model.text[:90], 0) == []
+    assert len(controller.propose(model.text[:90], 100)) == 8
