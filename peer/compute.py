@@ -42,7 +42,7 @@ class ComputeStats:
     """What this peer has computed since it started.
 
     Attributes:
-        n_computations: calls of the executor, which answered `n_dispatches` dispatches; `n_inline` of them on the loop.
+        n_computations: calls of the executor, which answered `n_dispatches` dispatches.
         compute_s: of all computations, a merged one once.
         queue_s: of all dispatches, from their arrival to the start of their computation.
     """
@@ -50,7 +50,6 @@ class ComputeStats:
     n_dispatches: int = 0
     n_rows: int = 0
     n_computations: int = 0
-    n_inline: int = 0
     compute_s: float = 0.0
     queue_s: float = 0.0
 
@@ -73,7 +72,6 @@ class _Done:
     outcomes: list[Outcome]
     started: float
     ended: float
-    is_inline: bool
 
 
 class Compute:
@@ -146,7 +144,7 @@ class Compute:
                 self._handed, self._is_thread_busy = group, True
                 self._wake.notify()
                 return
-        self._settle(self._compute(group, is_inline=True))
+        self._settle(self._compute(group))
 
     def _run(self) -> None:
         """The thread: groups that are handed over, then the rest of the line."""
@@ -157,13 +155,13 @@ class Compute:
             if group is None:
                 return
             while group is not None:
-                done = self._compute(group, is_inline=False)
+                done = self._compute(group)
                 with self._lock:
                     group = self._line.take() if self._line and not self._is_closed else None
                     self._is_thread_busy = group is not None
                 self._call_loop(self._settle, done)
 
-    def _compute(self, group: list[_Entry], *, is_inline: bool) -> _Done:
+    def _compute(self, group: list[_Entry]) -> _Done:
         started = time.perf_counter()
         outcomes: list[Outcome] = []
         if len(group) > 1:
@@ -179,7 +177,7 @@ class Compute:
         ended = time.perf_counter()
         pair_s = (ended - started) / max(1, _n_pairs(group))
         self._pair_s = pair_s if math.isinf(self._pair_s) else self._pair_s + PAIR_GAIN * (pair_s - self._pair_s)
-        return _Done(group, outcomes, started, ended, is_inline)
+        return _Done(group, outcomes, started, ended)
 
     def _outcome(self, dispatch: m.Dispatch) -> Outcome:
         try:
@@ -212,7 +210,6 @@ class Compute:
         self.stats.n_dispatches += n_answered
         if n_answered:
             self.stats.n_computations += 1
-            self.stats.n_inline += done.is_inline
             self.stats.compute_s += compute_s
 
     def _call_loop(self, call: Callable[..., object], *arguments: object) -> None:

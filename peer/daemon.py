@@ -58,6 +58,8 @@ MIN_RETRY_S, MAX_RETRY_S = 0.02, 2.0
 REBALANCE_S = 300.0  # mean time between two looks whether other experts are scarcer; guessed
 # How long a slice that was given up is still computed, once the new one is announced: backbones look every 10 s in a large ring.
 GRACE_S = 20.0
+# What a backbone still waits for of it then. As long as its longest deadline (`swarm.dispatch.service_time.BATCH_TIMEOUT_S`).
+ANSWERED_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,7 @@ class PeerConfig:
         publishers: whose models may be fetched; None: anybody's.
         fault: (layer, expert) in which one byte is changed after the hash check: the control of `swarm verify`.
         disk_bytes_per_s: compute as slowly as from a disk of this speed: for tests and benchmarks of placement.
+        name, place: shown on the map, for all to see.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -88,6 +91,8 @@ class PeerConfig:
     exact_kernels: bool = False
     fault: tuple[int, int] | None = None
     disk_bytes_per_s: float | None = None
+    name: str = ""
+    place: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +129,11 @@ class _Slice:
 
     def close(self) -> None:
         self.compute.close()
+        self.ffn.close()
+
+    async def wait_closed(self) -> None:
+        """Close, and leave the loop free meanwhile; what waits in line is cancelled."""
+        await self.compute.wait_closed()
         self.ffn.close()
 
 
@@ -179,7 +189,7 @@ class PeerDaemon:
             self._finder = finder
             pool = Pool(endpoint, finder)
             kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
-            registry = RegistryClient(endpoint, config.registry, cache=kept)
+            registry = RegistryClient(finder, config.registry, cache=kept)
             try:
                 await _require_registry(registry)
                 await self._join(registry, pool, on_ready)
@@ -360,7 +370,7 @@ class PeerDaemon:
         await _answered(former)
         self._former = None
         self._n_earlier_assignments += former.executor.assignments().total
-        former.close()
+        await former.wait_closed()
         logger.info("moved to %s", better)
         return True
 
@@ -418,6 +428,8 @@ class PeerDaemon:
             exact_kernels=self._config.exact_kernels,
             wire_versions=WIRE_VERSIONS,
             is_loading=self._slice is None,
+            name=self._config.name,
+            place=self._config.place,
         )
 
     def _handle(self, connection: Connection, request: m.Request) -> Awaitable[m.Response]:
@@ -509,9 +521,11 @@ async def _require_registry(registry: RegistryClient) -> None:
 
 
 async def _answered(former: _Slice) -> None:
-    """Return once nothing is in a slice's line."""
-    while former.compute.n_in_line:  # noqa: ASYNC110
-        await asyncio.sleep(LINGER_S)
+    """Return once nothing is in a slice's line, or after ANSWERED_TIMEOUT_S: what is left then is given up."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ANSWERED_TIMEOUT_S):
+            while former.compute.n_in_line:  # noqa: ASYNC110
+                await asyncio.sleep(LINGER_S)
 
 
 async def _nothing_to_fetch(_: ExpertSet) -> None:

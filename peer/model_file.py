@@ -15,7 +15,7 @@ from pathlib import Path
 from peer.fetch import fetch_manifest
 from swarm.errors import NetworkError, UserError
 from swarm.ids import ExpertSet, ModelId, format_index_set
-from swarm.interruptible import run_interruptibly
+from swarm.interruptible import checked, run_interruptibly
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest, manifest_beside, manifest_of
 from swarm.model.source import BlockSource, GgufSource
@@ -63,14 +63,7 @@ async def open_model_file(
             )
             return
 
-        def hash_file(check: Callable[[], None]) -> Manifest:
-            def progress(n_done: int, n_total: int) -> None:
-                check()
-                hashing(n_done, n_total)
-
-            return manifest_of(path, cache_dir, progress)
-
-        manifest = await run_interruptibly(hash_file)
+        manifest = await run_interruptibly(lambda check: manifest_of(path, cache_dir, checked(check, hashing)))
         yield OpenModel(manifest=manifest, name=path.stem, source=GgufSource(file), held=None)
 
 

@@ -28,7 +28,8 @@ from swarm import __version__
 from swarm.errors import Overloaded
 from swarm.identity import Identity
 from swarm.ids import NodeId
-from swarm.net.addresses import format_address, is_loopback, parse_address, plain_ip
+from swarm.ip import plain_ip
+from swarm.net.addresses import format_address, is_loopback, parse_address
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.registry.announcer import SequenceNumbers
@@ -187,9 +188,14 @@ class RelayDaemon:
         """Begin to serve web pages, if there are to be any."""
         if self._config.http_port is None:
             return ready
+        from relay.record_map import RecordMap
         from relay.web import serve_http  # 20 MB that a relay without web pages need not have
         from relay.web_socket import SocketBridges
+        from swarm.web.map_server import add_map
 
+        make_map = RecordMap(
+            self._registry.table, join=f"swarm join --registry {ready.public or ready.registry}", now=self._now
+        )
         self._bridges = SocketBridges(parse_address(ready.address))
         port = await stack.enter_async_context(
             serve_http(
@@ -198,6 +204,7 @@ class RelayDaemon:
                 metrics=self.metrics,
                 is_draining=lambda: self.service.is_draining,
                 bridges=self._bridges,
+                add_pages=lambda app: add_map(app, make_map),
             )
         )
         self.http_port = port
@@ -272,6 +279,10 @@ class RelayDaemon:
         except ValueError:
             logger.warning("callers find a relay by an IP address: got %s, and %s serves them", address, ready.address)
             address = ready.address
+        if self._config.host == "::" and self._config.advertise is None:  # both kinds of IP, and most callers have IPv4
+            outward = outward_host(socket.AF_INET)
+            if outward is not None:
+                return (format_address((outward, parse_address(address)[1])), address)
         return (address,)
 
     def _ready(self, port: int) -> RelayReady:

@@ -63,9 +63,10 @@ async def serve_http(
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
         try:
-            await site.start()
+            await web.TCPSite(runner, host, port).start()
+            if host == "::" and port:  # asyncio takes that for IPv6 alone
+                await web.TCPSite(runner, "0.0.0.0", port).start()
         except OSError as error:
             raise UserError(
                 f"cannot use TCP {format_address((host, port))}: {error.strerror}; choose another --http port, or off"

@@ -20,6 +20,17 @@ class Interrupted(BaseException):
     """The task that waits for this work was cancelled. No Exception, so that no handler takes it for a failure."""
 
 
+def checked(check: Check, progress: Callable[[int, int], None] | None = None) -> Callable[[int, int], None]:
+    """Return a progress callback (done, total) that checks first, then tells `progress`."""
+
+    def advance(n_done: int, n_total: int) -> None:
+        check()
+        if progress is not None:
+            progress(n_done, n_total)
+
+    return advance
+
+
 async def run_interruptibly(work: Callable[[Check], T]) -> T:
     """Return what `work(check)` returns or raises in a thread. A cancelled caller waits until the work has ended.
 

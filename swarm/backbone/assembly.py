@@ -145,7 +145,7 @@ async def open_backbone(
         pool = Pool(endpoint, finder)
         stack.push_async_callback(pool.close)
         kept = RegistryCache(config.folders.cache / f"registry-{identity.node_id.short}.json")
-        registry = RegistryClient(endpoint, config.registry, cache=kept)
+        registry = RegistryClient(finder, config.registry, cache=kept)
         stack.push_async_callback(registry.close)
         placement = Placement(
             manifest.model_id,
@@ -162,7 +162,7 @@ async def open_backbone(
         last_resort = config.model_file if config.last_resort and prepared.file is not None else None
         if last_resort is not None or local is not None:
             own = OwnExperts(last_resort, manifest.spec, local=local, n_threads=config.engine.n_threads)
-            stack.callback(own.close)
+            stack.push_async_callback(own.close)
         holders = Holders(registry, pool, placement, manifest.model_id, own=own, allowed=config.allowed_peers)
         dispatcher = Dispatcher(manifest.model_id, manifest.spec, holders, config.wire, home=identity.node_id.raw)
         if config.audit_share:

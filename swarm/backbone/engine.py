@@ -29,6 +29,7 @@ import numpy.typing as npt
 from swarm.backbone.moe_hook import ExpertBackend, LayerResult, MoeHook, OverlapStats
 from swarm.dispatch.origin import Origin, OriginPart, StepOrigins, next_sequence
 from swarm.errors import ConnectionLost, EngineError, ExpertUnavailable, SwarmError
+from swarm.model.expert_kinds import Stub
 from swarm.model.spec import ModelSpec
 from swarm.native.library import use_exact_kernels
 from swarm.native.llama import BatchPart, LlamaContext, LlamaModel
@@ -487,8 +488,10 @@ class Engine:
         if self._shares is not None:
             self._model = self._shares.model
         else:
-            # Only where nothing is repacked does a mapped file cost less memory than one that was read.
-            self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels, is_mapped=config.exact_kernels)
+            # Only where nothing is repacked does a mapped file cost less memory than one that was read; and stubs that are
+            # holes of the file must not be read at all.
+            is_mapped = config.exact_kernels or self._spec.expert_kind.stub is Stub.SPARSE
+            self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels, is_mapped=is_mapped)
         assert self._bridge is not None
         self._hook = MoeHook(
             self._spec.moe_layers,

@@ -288,8 +288,10 @@ class Lane:
             if position is None:
                 continue
             if position >= live.n_computed:
-                self._events.rewound(job)
-                continue
+                if live.n_drawn and not job.answer.is_held:  # a stream between two steps: nothing was made in vain
+                    self._events.rewound(job)
+                    continue
+                position = live.n_computed  # of a step that was passed over, its rows and what was drawn of them remain
             n_drawn = job.drawer.rewind(max(position + 1 - live.n_prompt, 0))
             position = min(position, live.n_prompt + n_drawn - 1)
             is_partial = await self._alone(

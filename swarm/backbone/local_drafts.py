@@ -2,8 +2,8 @@
 
     propose: token after token on the sequence's own KV cache, greedily -> the cache is put back -> the drafts
 
-A draft ends early where the model, so maimed, is not sure itself: what it gives its best token says well how likely the real
-model says the same (`docs/speculation.md`).
+A draft ends early where the model, so maimed, is not sure itself: what it gives its best tokens, multiplied, stands for how likely
+the real model says all of them. How little is enough is the controller's to say, by what a token brings and costs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from swarm.errors import SwarmError
 
 logger = logging.getLogger(__name__)
 
-# A draft ends behind a token that the maimed model gives less than this, and without it.
-P_LEAST = 0.3
+LEAST_REACH = 0.1  # until the controller says otherwise; guessed: right for steps of half a second
 
 
 class LocalDrafter:
@@ -29,15 +28,16 @@ class LocalDrafter:
 
     Attributes:
         is_usable: False once the model's memory turned out unable to take back a draft.
+        least_reach: a token is drafted while it and those before it are together at least so likely.
     """
 
-    def __init__(self, engine: Engine, sequence: int, local: LocalExperts, *, p_least: float = P_LEAST) -> None:
+    def __init__(self, engine: Engine, sequence: int, local: LocalExperts, *, least_reach: float = LEAST_REACH) -> None:
         self.is_usable = True
+        self.least_reach = least_reach
         self._engine = engine
         self._sequence = sequence
         self._local = local
         self._experts = DraftExperts(local)
-        self._p_least = p_least
         self._can_forget = False  # not known yet
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
@@ -55,11 +55,12 @@ class LocalDrafter:
         state = None if self._can_forget else context.save(self._sequence)
         drafts: list[int] = []
         try:
-            token = tokens[-1]
+            token, reach = tokens[-1], 1.0
             for position in range(at, at + n):
                 row = self._engine.draft_row(token, position, self._sequence, self._experts, self._experts.left_out)
                 token = int(row.argmax())
-                if _probability(row, token) < self._p_least or self._engine.model.is_end_of_generation(token):
+                reach *= _probability(row, token)
+                if reach < self.least_reach or self._engine.model.is_end_of_generation(token):
                     break
                 drafts.append(token)
         except SwarmError as error:

@@ -83,9 +83,9 @@ class OwnExperts:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._run, layer, x, row_counts, expert_ids, weights)
 
-    def close(self) -> None:
-        """Free everything, after what is under way."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+    async def close(self) -> None:
+        """Free everything, after what is under way: opening a large file may take long, so the loop stays free meanwhile."""
+        await asyncio.to_thread(self._thread.shutdown, wait=True, cancel_futures=True)
         if self._opened is not None:
             self._opened.close()
 

@@ -11,7 +11,7 @@ from typing import Self
 from swarm.backbone.share import ModelShare
 from swarm.errors import IntegrityError, UserError
 from swarm.files import Folders
-from swarm.interruptible import Check
+from swarm.interruptible import Check, checked
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import MANIFEST_NAME, MODEL_ID_KEY, Manifest, manifest_beside, manifest_of, verify_backbone
 from swarm.model.slices import write_backbone
@@ -67,12 +67,7 @@ def prepare_model(
         UserError: not a model that can be served, no manifest beside a backbone file, or the cache cannot be written.
         IntegrityError: the backbone file is not what its manifest says.
     """
-
-    def advance(n_done: int, n_total: int) -> None:
-        check()
-        if progress is not None:
-            progress(n_done, n_total)
-
+    advance = checked(check, progress)
     with GgufFile(path) as file:
         kind, said, title = file.text(FILE_KEY), file.text(MODEL_ID_KEY), file.text("general.name")
     if kind == "slice":
@@ -108,10 +103,7 @@ def prepare_model(
 
 def _cached_backbone(file: GgufFile, manifest: Manifest, cache_dir: Path, check: Check) -> Path:
     """Return the whole file's backbone in the cache, written unless a good one is there."""
-
-    def advance(_done: int, _total: int) -> None:
-        check()
-
+    advance = checked(check)
     path = cache_dir / "backbones" / f"{manifest.model_id}.gguf"
     try:
         if path.exists():

@@ -79,7 +79,7 @@ def choose_seat(
     n_most = len(prompt) - 1  # the last one is computed anyway: its logits are needed
     entry, n_cached = cache.longest(prompt)
     n_cached = min(n_cached, n_most)
-    options: list[tuple[int, int, int, Seat]] = []
+    options: list[tuple[int, int, int, int, Seat]] = []
     for index, slots in enumerate(lanes):
         free = [slot for slot in slots if not slot.is_busy]
         if not free:
@@ -94,10 +94,10 @@ def choose_seat(
         if n_cached > n_kept:
             source, n_kept = entry, n_cached
         slot = _victim(free, source, n_kept)
-        is_saved = len(slot.tokens) - (n_kept if slot is source else 0) >= MIN_SAVED
-        seat = Seat(slot=slot, n_kept=n_kept, source=source, is_saved=is_saved)
-        options.append((n_kept // MIN_GAIN, len(free) - len(slots), -index, seat))
-    return max(options, key=lambda option: option[:3])[3] if options else None
+        n_lost = len(slot.tokens) - (n_kept if slot is source else 0)
+        seat = Seat(slot=slot, n_kept=n_kept, source=source, is_saved=n_lost >= MIN_SAVED)
+        options.append((n_kept // MIN_GAIN, len(free) - len(slots), -n_lost, -index, seat))
+    return max(options, key=lambda option: option[:-1])[-1] if options else None
 
 
 def _victim(free: Sequence[Slot], source: Slot | Entry | None, n_kept: int) -> Slot:

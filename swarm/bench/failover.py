@@ -135,11 +135,6 @@ class Arena:
             assert self._hub is not None
             await self._hub.change(self.fronts[index], PathSpec(loss=1.0))
 
-    async def slow_down(self, index: int, spec: PathSpec) -> None:
-        """Change a peer's path; only with paths."""
-        assert self._hub is not None
-        await self._hub.change(self.fronts[index], spec)
-
     async def mend(self, kind: Kind, index: int) -> None:
         """Bring a peer back, without waiting until it is in use."""
         self._struck.discard(index)

@@ -5,7 +5,8 @@ shared. In turn the first works alone, both together, the second alone, each for
 the time in which their steps ran. `shares` are of what both got together; `kept` is what each got beside the other over what it
 got alone.
 
-On one machine the two also share its cores: a backbone's own computing slows the other down as no federation would.
+On one machine the two also share its cores: a backbone's own computing slows the other down as no federation would. With
+`disk_rate` the peers pass the time instead of computing all of it, so that the pool is what is scarce.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class FederationOptions:
         phases, n_streams: of each backbone: what it does, and in how many sequences at once.
         n_prompt_tokens: of each prompt of a prefill.
         turn_s: of each of the three jobs of a repetition.
+        disk_rate: bytes per second as text, like 200MB: peers compute as slowly as from such a disk. None: as they can.
     """
 
     model: Path
@@ -69,6 +71,7 @@ class FederationOptions:
     n_prompt_tokens: int = 256
     turn_s: float = 6.0
     n_repetitions: int = 3
+    disk_rate: str | None = None
 
 
 class _Member:
@@ -128,6 +131,7 @@ async def measure_federation(options: FederationOptions, progress: Callable[[int
         "n_streams": list(options.n_streams),
         "n_prompt_tokens": options.n_prompt_tokens,
         "turn_s": options.turn_s,
+        "disk_rate": options.disk_rate,
         "n_repetitions": options.n_repetitions,
     } | federation_figures(alone, together)
     if stats is not None:
@@ -199,9 +203,10 @@ async def _federation(
         if not options.paths.is_direct:
             hub = await stack.enter_async_context(EmulatedPaths())
             await _declare_links(hub, options)
+        slow = [] if options.disk_rate is None else ["--slow-disk", options.disk_rate]
         for index, share in enumerate(contiguous_shares(n_expert, options.n_peers)):
             extra = await _lay_paths(hub, options, index, ports) if hub is not None else []
-            await swarm.add_peer(share, "--model", str(options.model), *extra)
+            await swarm.add_peer(share, "--model", str(options.model), *slow, *extra)
         members = []
         for index, port in enumerate(ports):
             told = MemberOptions(

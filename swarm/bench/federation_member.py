@@ -95,7 +95,9 @@ async def _engines(options: MemberOptions) -> AsyncIterator[list[Engine]]:
             await running.holders.wait_complete(COVER_TIMEOUT_S)
             engines = [running.engine]
             for _ in range(options.n_streams - 1):
-                engine = Engine(prepared.backbone_path, prepared.manifest.spec, config, running.dispatcher)
+                engine = Engine(
+                    prepared.backbone_path, prepared.manifest.spec, config, running.dispatcher, shares=running.engine
+                )
                 await engine.start()
                 stack.push_async_callback(engine.close)
                 engines.append(engine)

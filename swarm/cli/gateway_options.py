@@ -12,6 +12,7 @@ import typer
 
 from swarm.errors import UserError
 from swarm.gateway.access import Access, check_keys
+from swarm.registry.client import RegistryAddress
 from swarm.units import parse_size_bytes
 
 GatewayOption = Annotated[
@@ -54,11 +55,19 @@ DEFAULT_MAX_BODY = "8MiB"  # guessed: over a million tokens of text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """How a gateway is reached; `tls`: None serves plain HTTP."""
+    """How a gateway is reached, and what its map tells.
+
+    Attributes:
+        tls: None serves plain HTTP.
+        registry: where volunteers find the swarm.
+        place: of the backbone, in whole degrees.
+    """
 
     address: tuple[str, int]
     access: Access = field(default_factory=Access)
     tls: ssl.SSLContext | None = None
+    registry: tuple[RegistryAddress, ...] = ()
+    place: tuple[int, int] | None = None
 
     @property
     def scheme(self) -> str:

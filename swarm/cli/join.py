@@ -13,11 +13,14 @@ from swarm.cli.options import (
     ExactKernelsOption,
     HostOption,
     JsonOption,
+    LocationOption,
+    NameOption,
     PortOption,
     RegistryOption,
     ThreadsOption,
     UntilEofOption,
     settle_advertise,
+    settle_place,
 )
 from swarm.cli.registries import confirm, settle_registries
 from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
@@ -29,6 +32,7 @@ from swarm.ids import ExpertSet, NodeId, parse_index_set
 from swarm.net.addresses import is_loopback
 from swarm.registry.client import DEFAULT_REGISTRY
 from swarm.registry.publishers import Publishers, own_publishers
+from swarm.registry.record_fields import public_name
 from swarm.units import parse_size_bytes
 
 
@@ -98,6 +102,8 @@ def join(
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
     exact_kernels: ExactKernelsOption = False,
+    name: NameOption = "",
+    location: LocationOption = None,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
     plant_fault: Annotated[str | None, typer.Option("--plant-fault", metavar="LAYER:EXPERT", hidden=True)] = None,
@@ -125,6 +131,7 @@ def join(
         wanted_experts = _parse_experts(experts, layers, slice_file, is_optional=file is not None)
     wanted_layers = parse_index_set(layers, "layers") if layers else None
     advertised = settle_advertise(advertise)
+    place = settle_place(location)
     given = own_publishers(folders.config) | {NodeId.parse(each) for each in publisher or ()}
     fault = _parse_fault(plant_fault) if plant_fault else None
     disk_bytes_per_s = parse_size_bytes(slow_disk, "--slow-disk") if slow_disk else None
@@ -182,6 +189,8 @@ def join(
             exact_kernels=exact_kernels,
             fault=fault,
             disk_bytes_per_s=disk_bytes_per_s,
+            name=public_name(name),
+            place=place,
         )
         await PeerDaemon(config, identity, Bars()).run(on_ready)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from swarm.errors import UserError
 from swarm.net.addresses import format_address, parse_address, resolve
 
 RegistryOption = Annotated[
@@ -44,8 +46,33 @@ DraftOption = Annotated[
         help="Most tokens that a step drafts by prompt lookup, all verified in one round trip a layer; 0: no drafts.",
     ),
 ]
+NameOption = Annotated[
+    str, typer.Option("--name", metavar="TEXT", help="Show this name on the map, for all to see.", show_default="none")
+]
+LocationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--location",
+        metavar="LAT,LON",
+        help="Show this place on the map, for all to see, in whole degrees: 48,-3. Of what you give the fraction is dropped.",
+        show_default="none is shown",
+    ),
+]
 UntilEofOption = Annotated[bool, typer.Option("--until-eof", hidden=True, help="Leave when standard input closes.")]
 ModelFileArgument = Annotated[Path, typer.Option("--model", metavar="FILE", help="GGUF file of the model.")]
+
+
+def settle_place(text: str | None) -> tuple[int, int] | None:
+    """Return a place to announce: whole degrees of latitude and longitude, so coarse that no house is meant."""
+    if text is None:
+        return None
+    try:
+        latitude, longitude = (math.floor(float(each)) for each in text.split(","))
+    except (ValueError, OverflowError):
+        raise UserError(f"bad location: got {text!r}, expected latitude and longitude such as 48,-3") from None
+    if not (-90 <= latitude <= 90 and -180 <= longitude <= 180):
+        raise UserError(f"bad location: got {text!r}, expected -90 to 90 degrees and -180 to 180")
+    return latitude, longitude
 
 
 def settle_advertise(text: str | None) -> str | None:

@@ -49,7 +49,7 @@ def peers(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = Fal
 async def _report(registry: str) -> dict[str, Any]:
     nodes: tuple[RegistryAddress, ...] = await settle_registries(registry, Folders.from_environment())
     async with Endpoint(Identity.generate()) as endpoint, PathFinder(endpoint, takes_calls=False) as finder:
-        client = RegistryClient(endpoint, nodes)
+        client = RegistryClient(finder, nodes)
         pool = Pool(endpoint, finder)
         try:
             records = await client.records()
@@ -161,7 +161,9 @@ def _audits_of(peer: dict[str, Any]) -> str:
     n_passed, n_disagreed = (sum(each[key] for each in audits) for key in ("n_passed", "n_disagreed"))
     text = f"{worst['verdict']}: {n_passed} passed"
     if n_disagreed:
-        when = datetime.datetime.fromtimestamp(min(worst["at"], MAX_TIME), datetime.UTC).strftime("%d %b %H:%M UTC")
+        when = datetime.datetime.fromtimestamp(min(max(worst["at"], 0), MAX_TIME), datetime.UTC).strftime(
+            "%d %b %H:%M UTC"
+        )
         text += f", {n_disagreed} not, {when}, by {worst['by'][:8]}"
     return text
 

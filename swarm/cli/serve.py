@@ -34,11 +34,13 @@ from swarm.cli.options import (
     ExactKernelsOption,
     HostOption,
     JsonOption,
+    LocationOption,
     PortOption,
     RegistryOption,
     ThreadsOption,
     UntilEofOption,
     settle_advertise,
+    settle_place,
 )
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
@@ -66,14 +68,14 @@ from swarm.gate.stored import WireChoice, asked_wire, audit_tolerance, choose_wi
 from swarm.gateway.app import create_app
 from swarm.gateway.metrics import backbone_metrics
 from swarm.identity import Identity
-from swarm.ids import ModelId, format_index_set
+from swarm.ids import ModelId, NodeId, format_index_set
 from swarm.interruptible import run_interruptibly
 from swarm.model.block_store import BlockStore
 from swarm.net.addresses import format_address, is_loopback, parse_address
 from swarm.net.pool import Pool
 from swarm.registry.client import DEFAULT_REGISTRY, RegistryClient
 from swarm.units import parse_size_bytes
-from swarm.web.backbone_map import map_of
+from swarm.web.backbone_map import BackboneMap
 from swarm.wire.rows import Wire, WireForm, parse_wire
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,7 @@ def serve(
     tls_cert: TlsCertOption = None,
     tls_key: TlsKeyOption = None,
     max_body: MaxBodyOption = DEFAULT_MAX_BODY,
+    location: LocationOption = None,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
 ) -> None:
@@ -165,8 +168,12 @@ def serve(
     folders = Folders.from_environment()
     identity = Identity.claim(folders.config, "serve")
     asked = parse_wire(wire) if wire else None
+    allowed_peers = (
+        None if peers_allow is None else frozenset(NodeId.parse(each.strip()) for each in peers_allow.split(","))
+    )
     if asked is not None and asked.back is WireForm.EXACT and not exact_kernels:
         raise UserError("the wire form exact needs --exact-kernels here and at the peers")
+    place = settle_place(location)
     settings = settle_gateway(
         parse_address(gateway, allow_any_port=True),
         allow_hosts=allow_host,
@@ -194,6 +201,7 @@ def serve(
 
     async def main() -> None:
         registries = await settle_registries(registry, folders)
+        shown = replace(settings, registry=registries, place=place)
         with ProgressBars() as bars:
 
             def progress(n_done: int, n_total: int) -> None:
@@ -227,7 +235,7 @@ def serve(
                     fetcher=_fetcher,
                 )
                 async with open_backbone(config, identity, prepared=prepared) as running:
-                    await _serve_http(running, settings, as_json, bars, choice, ready.set, serving.drain_s)
+                    await _serve_http(running, shown, as_json, bars, choice, ready.set, serving.drain_s)
 
     ready = asyncio.Event()
     run_daemon(main(), until_eof=until_eof, is_ready=ready.is_set)
@@ -301,7 +309,7 @@ async def start_gateway(running: RunningBackbone, settings: GatewaySettings) -> 
         running.backbone,
         status=lambda: gateway_status(running),
         access=access,
-        peer_map=lambda: map_of(running),
+        peer_map=BackboneMap(running, settings.registry, settings.place),
         metrics=backbone_metrics(running),
     )
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)

@@ -227,7 +227,7 @@ class Dispatcher:
         layer: int,
         topk_ids: npt.NDArray[np.int32],
         topk_weights: npt.NDArray[np.float32],
-        origin: Origin | None,
+        origin: Origin | None = None,
     ) -> list[Batch]:
         owners = self._owners(layer, topk_ids, origin)
         destinations = (*self.holders.placement.destinations, HERE)

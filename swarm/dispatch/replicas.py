@@ -5,10 +5,10 @@ holders, the placement's owners are returned as they are, at no cost.
 
 *Decode* (a few rows): a layer takes as long as its slowest destination. For these rows' experts the fastest holder of each is
 known; the slowest of those bounds the layer from below, whatever is chosen. Every replica that is no slower than this bound
-costs no time, so they are candidates, and of these as few are met as hold all of the layer's experts (taken greedily, most
-experts first): fewer bytes, fewer packets, a shorter maximum. Each expert has a fixed owner among them, so that the same peers
-are met token after token. Of equals the first in the order of the sequence's *home* is taken. A backbone has N_HOMES, drawn from
-its identity: a sequence stays on its own replicas, several spread over all, and those that are computed in one step share a home.
+costs no time, so they are candidates, and of these the fewest are asked that hold all of the step's experts: fewer bytes, fewer
+packets, a shorter maximum. Of choices with as few, the step takes that of its sequence's *home*: a few candidates that hold all
+of the layer, each expert with a fixed owner among them, the first by an order that is drawn from this backbone's identity. There
+are N_HOMES of them: a sequence stays on its own replicas, several spread over all, and those of one step share a home.
 
 *Prefill* (many rows): what counts is throughput. Rows go, block by block, to the holder of most of their experts, weighed by
 how full each holder already is, by the measured time per pair.
@@ -49,7 +49,7 @@ UNKNOWN_PAIR_S = 1e-4  # of a peer that has not computed yet, among others that 
 N_HOMES = 8  # guessed: so many sequences of one backbone meet different replicas, where there are as many
 MAX_TABLES = 64  # of a layer; one for each home and each set of replicas that are near enough. Guessed
 # Whose last choices are remembered; those longest unused are forgotten. Guessed: more than run at once.
-MAX_SEQUENCES = 256
+MAX_SEQUENCES = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -68,15 +68,15 @@ class _Sequence:
     """One text's replicas."""
 
     home: int
-    last: dict[int, list[int]] = field(default_factory=dict)  # layer -> the owners by which it was computed last
+    last: dict[int, dict[int, int]] = field(default_factory=dict)  # layer -> expert -> who computed it last
 
 
 class Replicas:
     """Chooses holders for one backbone.
 
     Attributes:
-        n_choices: pairs of a few rows whose expert had several holders; n_kept: of those that went where they would have gone
-            when their sequence was last at this layer.
+        n_choices: pairs of a few rows whose expert had several holders; n_kept: of those that went where the last one of their
+            sequence, layer and expert went.
         disfavoured: peers that others are preferred to, though they may be slower; after a change call `refresh_soon`.
     """
 
@@ -295,16 +295,49 @@ class Replicas:
             if len(here.tables) >= MAX_TABLES:
                 here.tables.clear()
             table = here.tables[home, candidates] = self._owners_among(here, home, candidates)
+        owner_of = {expert: table[expert] for expert in wanted}
+        n_met = len(set(owner_of.values()))
+        if n_met > 1:
+            owner_of = self._fewer(here, list(owner_of), home, candidates, n_met) or owner_of
         for name in names:
             sequence = self._sequence(name)
             sequence.home = home  # who is computed together stays together
-            last = sequence.last.get(layer)
-            if last is not table:
-                sequence.last[layer] = table
-            self._count(
-                here, wanted if len(names) == 1 else self._of(name, ids, sequences, asked), last or table, table
-            )
-        return [table[expert] for expert in ids]
+            experts = wanted if len(names) == 1 else self._of(name, ids, sequences, asked)
+            self._count(here, experts, sequence.last.setdefault(layer, {}), owner_of)
+        return [owner_of.get(expert, NOBODY) for expert in ids]
+
+    def _fewer(self, here: _Layer, experts: list[int], home: int, candidates: int, n_met: int) -> dict[int, int] | None:
+        """Return owners of some experts that are fewer than `n_met`; None: not found. One is found if there is one."""
+        ranks = self._ranks[home]
+        masks = [here.masks[expert] & candidates for expert in experts]
+        common = functools.reduce(int.__and__, masks)
+        if common:
+            best = min((index for index in range(common.bit_length()) if common >> index & 1), key=ranks.__getitem__)
+            return dict.fromkeys(experts, best)
+        if n_met == 2:
+            return None
+        covers: dict[int, int] = {}  # candidate -> which of `experts`, as bits
+        left = 0
+        for place, mask in enumerate(masks):
+            left |= (mask != 0) << place
+            while mask:
+                low = mask & -mask
+                index = low.bit_length() - 1
+                covers[index] = covers.get(index, 0) | 1 << place
+                mask ^= low
+        order = sorted(covers, key=ranks.__getitem__)
+        owner_of = dict.fromkeys(experts, NOBODY)
+        for _ in range(n_met - 1):
+            best = max(order, key=lambda index: (covers[index] & left).bit_count())  # the first of equals
+            taken = covers[best] & left
+            left ^= taken
+            while taken:
+                low = taken & -taken
+                owner_of[experts[low.bit_length() - 1]] = best
+                taken ^= low
+            if not left:
+                return owner_of
+        return None
 
     def _of(self, name: int, ids: list[int], sequences: list[int], asked: list[bool] | None) -> list[int]:
         """Return the experts that one of several sequences asks for."""
@@ -312,10 +345,13 @@ class Replicas:
         pairs = [pair for pair in range(len(ids)) if sequences[pair // n_used] == name]
         return [ids[pair] for pair in pairs if asked is None or asked[pair]]
 
-    def _count(self, here: _Layer, experts: list[int], last: list[int], table: list[int]) -> None:
-        chosen = [expert for expert in experts if here.has_choice[expert]]
-        self.n_choices += len(chosen)
-        self.n_kept += len(chosen) if last is table else sum(last[expert] == table[expert] for expert in chosen)
+    def _count(self, here: _Layer, experts: list[int], last: dict[int, int], owner_of: dict[int, int]) -> None:
+        for expert in experts:
+            if here.has_choice[expert]:
+                index = owner_of[expert]
+                self.n_choices += 1
+                self.n_kept += last.get(expert, index) == index
+                last[expert] = index
 
     def _owners_among(self, here: _Layer, home: int, candidates: int) -> list[int]:
         """Return each expert's owner, NOBODY for those that none of the candidates holds."""

@@ -70,11 +70,6 @@ class ServiceTime:
         self._n_refused = 0  # in a row
 
     @property
-    def is_seen(self) -> bool:
-        """Whether it has answered anything."""
-        return bool(self._measured)
-
-    @property
     def n_outstanding(self) -> int:
         """Batches without an answer."""
         return len(self._outstanding)

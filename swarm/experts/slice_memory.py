@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import gguf
@@ -116,9 +117,7 @@ class SliceMemory:
     def _reserve(self, mapped: GgufFile | None) -> None:
         """Make and place the tensors, in one buffer of each kind; memory is touched only as blocks are loaded."""
         align = self._backend.alignment
-        pages = (
-            None if mapped is None else np.memmap(mapped.path, np.uint8, mode="c")
-        )  # private: `flip_byte` stays ours
+        pages: dict[Path, npt.NDArray[np.uint8]] = {}  # of each file
         placed: dict[bool, list[tuple[int, ExpertTensor, int]]] = {False: [], True: []}
         sizes = {False: 0, True: 0}
         planes: dict[tuple[int, str], _Plane] = {}
@@ -131,9 +130,11 @@ class SliceMemory:
                 size_bytes = tensor.expert_size_bytes * len(chosen)
                 # ggml's check of its own layout takes a matrix for each expert: two at least.
                 repacks = len(chosen) > 1 and self._is_repackable(tensor)
-                if not repacks and mapped is not None and pages is not None and len(chosen) == self._spec.n_expert:
-                    start = mapped.position(tensor.name)
-                    memory = pages[start : start + size_bytes].reshape(len(chosen), -1)
+                if not repacks and mapped is not None and len(chosen) == self._spec.n_expert:
+                    path, start = mapped.position(tensor.name)
+                    if path not in pages:
+                        pages[path] = np.memmap(path, np.uint8, mode="c")  # private: `flip_byte` stays ours
+                    memory = pages[path][start : start + size_bytes].reshape(len(chosen), -1)
                     point_at(pointer, memory)
                     planes[layer, tensor.name] = _Plane(tensor, pointer, memory, None, 0)
                     continue

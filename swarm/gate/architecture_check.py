@@ -8,6 +8,7 @@ on much that it does not like, and a comparison must not take the others with it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -24,8 +25,9 @@ from swarm.architectures.generator import Variant, write_model
 from swarm.architectures.recipes import RECIPES, Recipe
 from swarm.architectures.variants import variants_of
 from swarm.backbone.engine import EngineConfig
+from swarm.backbone.moe_hook import ExpertBackend, LayerResult
 from swarm.backbone.stock import StockModel
-from swarm.errors import SwarmError, UserError
+from swarm.errors import ExpertUnavailable, SwarmError, UserError
 from swarm.experts.executor import ExpertExecutor
 from swarm.gate.hooked_model import HookedModel
 from swarm.gate.simulated_peers import PeerPlan, SimulatedPeers, load_experts
@@ -138,6 +140,25 @@ class Comparison:
         return ""
 
 
+class _SometimesFailing:
+    """An `ExpertBackend` that fails when it is told to: a peer that died without a replica."""
+
+    def __init__(self, experts: ExpertBackend) -> None:
+        self._experts = experts
+        self.fails = False
+
+    def begin(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+    ) -> LayerResult:
+        if self.fails:
+            raise ExpertUnavailable(layer, (0,), "it was made to fail")
+        return self._experts.begin(layer, x, topk_ids, topk_weights)
+
+
 class _ZeroExperts:
     """An `ExpertBackend` that computes nothing: the control."""
 
@@ -158,7 +179,7 @@ def compare_model(
 
     Args:
         folder: for the backbone file.
-        is_control: also make sure that the logits depend on the experts.
+        is_control: also make sure that the logits depend on the experts, and that failed steps can be taken back.
 
     Raises:
         SwarmError: the model cannot be split, loaded or computed.
@@ -177,9 +198,12 @@ def compare_model(
         ffn = load_experts(spec, GgufSource(file), spec.all_experts)
         try:
             peers = SimulatedPeers(ExpertExecutor(ffn, spec), spec, EXACT, PeerPlan.contiguous(spec))
-            with StockModel(path, config) as stock, HookedModel(backbone, spec, config, peers) as ours:
+            failing = _SometimesFailing(peers)
+            with StockModel(path, config) as stock, HookedModel(backbone, spec, config, failing) as ours:
                 for n_prompt in prompts:
                     _compare_prompt(comparison, stock, ours, n_prompt)
+                if is_control:
+                    _compare_after_failures(comparison, stock, ours, failing)
             if is_control:
                 with StockModel(path, config) as stock, HookedModel(backbone, spec, config, _ZeroExperts()) as blind:
                     tokens = _tokens(stock.n_vocab, 8)
@@ -196,6 +220,25 @@ def _compare_prompt(comparison: Comparison, stock: StockModel, ours: HookedModel
     tokens = _tokens(stock.n_vocab, n_prompt + N_DECODED)
     position = 0
     for n in (n_prompt, *[1] * N_DECODED):
+        part = tokens[position : position + n]
+        comparison.add(ours.logits(part, position), stock.logits(part, position))
+        position += n
+
+
+def _compare_after_failures(
+    comparison: Comparison, stock: StockModel, ours: HookedModel, experts: _SometimesFailing
+) -> None:
+    """Count rows that were computed after steps that failed and were taken back."""
+    stock.clear()
+    ours.clear()
+    tokens = _tokens(stock.n_vocab, 24)
+    position = 0
+    for n in (12, 5, 1):
+        if position:
+            experts.fails = True
+            with contextlib.suppress(ExpertUnavailable):
+                ours.logits(tokens[position : position + 2], position)
+            experts.fails = False
         part = tokens[position : position + n]
         comparison.add(ours.logits(part, position), stock.logits(part, position))
         position += n

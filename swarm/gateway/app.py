@@ -90,7 +90,7 @@ def create_app(
     app.router.add_get("/health", gateway.health)
     app.router.add_get("/ready", gateway.ready)
     if peer_map is not None:
-        add_map(app, peer_map)
+        add_map(app, peer_map, has_chat=True)
     if metrics is not None:
         add_metrics(app, metrics)
     return app

@@ -15,6 +15,7 @@ Bytes are read, not mapped: a file that shrinks under a mapping kills the proces
 from __future__ import annotations
 
 import math
+import re
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,12 @@ MAX_TENSOR_NAME_BYTES = 63  # GGML_MAX_NAME less its NUL
 MAX_DIMS = 4  # GGML_MAX_DIMS
 MAX_TENSORS = 65_536  # guessed: the largest models have a few thousand
 CHUNK_BYTES = 1 << 20  # of a streamed read; guessed: large enough that calls cost nothing
+
+# A file split by `llama-gguf-split`: keys, and names.
+SHARD_PREFIX = "split."
+SHARD_NUMBER_KEY, SHARD_COUNT_KEY, SHARD_TENSORS_KEY = "split.no", "split.count", "split.tensors.count"
+SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+MAX_SHARDS = 1024  # guessed: the largest published models have about 40
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -241,26 +248,31 @@ class _HeaderReader:
 
 
 class GgufFile:
-    """An open GGUF file. Reads may come from several threads.
+    """An open GGUF file, or the files of one that was split into shards. Reads may come from several threads.
 
     Attributes:
-        path: as given.
-        metadata: key -> value, in file order.
+        path: as given: of shards, the first.
+        metadata: key -> value, in file order; of shards, the first one's, without what says that they are shards.
         tensors: name -> TensorInfo, in file order.
         alignment: of tensor data, in bytes.
-        size_bytes, mtime_ns: of the file when it was opened.
+        size_bytes, mtime_ns: when it was opened; of shards, the sum and the latest.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open and check the header.
+    def __init__(self, path: Path, *, is_shard: bool = False) -> None:
+        """Open and check the header; of the first of several shards, those of all.
+
+        Args:
+            is_shard: open this one file, whatever it says of others.
 
         Raises:
-            UserError: the file cannot be read, is not GGUF, or is damaged; the message names it.
+            UserError: a file cannot be read, is not GGUF, or is damaged; the message names it.
         """
         self.path = path
         self.metadata: Mapping[str, MetadataValue] = {}
         self.tensors: Mapping[str, TensorInfo] = {}
         self._offsets: dict[str, int] = {}
+        self._shards: list[GgufFile] = []  # but the first
+        self._shard_of: dict[str, GgufFile] = {}  # tensor -> where it is, if not here
         self._lock = threading.Lock()
         try:
             self._file = path.open("rb")
@@ -273,6 +285,36 @@ class GgufFile:
         except (ValueError, OSError) as error:
             self._file.close()
             raise UserError(f"cannot use {path} as a GGUF file: {error}") from error
+        if is_shard:
+            return
+        try:
+            n_shards = self.integer(SHARD_COUNT_KEY) or 0
+            if n_shards > 1:
+                self._open_shards(n_shards)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open_shards(self, n_shards: int) -> None:
+        """Open the other shards and take their tensors; `self` must be the first."""
+        tensors = dict(self.tensors)
+        paths = shard_paths(self.path, n_shards)
+        for number, path in enumerate(paths[1:], 1):
+            shard = GgufFile(path, is_shard=True)
+            self._shards.append(shard)
+            if shard.integer(SHARD_NUMBER_KEY) != number or shard.integer(SHARD_COUNT_KEY) != n_shards:
+                raise UserError(f"{path} is not shard {number + 1} of {n_shards}, as its name says")
+            if twice := tensors.keys() & shard.tensors.keys():
+                raise UserError(f"{path} has {min(twice)}, which an earlier shard has too")
+            tensors.update(shard.tensors)
+            self._shard_of.update(dict.fromkeys(shard.tensors, shard))
+        expected = self.integer(SHARD_TENSORS_KEY)
+        if expected is not None and expected != len(tensors):
+            raise UserError(f"the shards of {self.path} have {len(tensors)} tensors, expected {expected}")
+        self.tensors = tensors
+        self.metadata = {key: value for key, value in self.metadata.items() if not key.startswith(SHARD_PREFIX)}
+        self.size_bytes += sum(shard.size_bytes for shard in self._shards)
+        self.mtime_ns = max(self.mtime_ns, *(shard.mtime_ns for shard in self._shards))
 
     def _parse(self) -> None:
         header = _HeaderReader(self._file, self.size_bytes)
@@ -332,9 +374,10 @@ class GgufFile:
         except ValueError as error:
             raise UserError(f"bad metadata {key} in {self.path}: {error}") from error
 
-    def position(self, name: str) -> int:
-        """Return at which byte of the file a tensor's data begin."""
-        return self._offsets[name]
+    def position(self, name: str) -> tuple[Path, int]:
+        """Return in which file a tensor's data are, and at which byte they begin."""
+        shard = self._shard_of.get(name, self)
+        return shard.path, shard._offsets[name]
 
     def read(self, name: str, offset: int, size_bytes: int) -> bytes:
         """Return `size_bytes` of a tensor's data from `offset` on.
@@ -343,6 +386,8 @@ class GgufFile:
             UserError: the file became shorter since it was opened, or the disk fails.
         """
         assert 0 <= offset <= offset + size_bytes <= self.tensors[name].size_bytes
+        if name in self._shard_of:
+            return self._shard_of[name].read(name, offset, size_bytes)
         try:
             with self._lock:
                 self._file.seek(self._offsets[name] + offset)
@@ -360,17 +405,22 @@ class GgufFile:
             yield self.read(name, start, min(CHUNK_BYTES, end - start))
 
     def require_unchanged(self) -> None:
-        """Raise UserError when the file's size or time of change is not what it was when opened."""
-        try:
-            status = self.path.stat()
-        except OSError as error:
-            raise UserError(f"{self.path} vanished while it was read: {error.strerror}") from error
-        if (status.st_size, status.st_mtime_ns) != (self.size_bytes, self.mtime_ns):
+        """Raise UserError when a file's size or time of change is not what it was when opened."""
+        size_bytes, mtime_ns = 0, 0
+        for path in (self.path, *(shard.path for shard in self._shards)):
+            try:
+                status = path.stat()
+            except OSError as error:
+                raise UserError(f"{path} vanished while it was read: {error.strerror}") from error
+            size_bytes, mtime_ns = size_bytes + status.st_size, max(mtime_ns, status.st_mtime_ns)
+        if (size_bytes, mtime_ns) != (self.size_bytes, self.mtime_ns):
             raise UserError(f"{self.path} changed while it was read: run again")
 
     def close(self) -> None:
-        """Close the file; reads fail from now on."""
+        """Close the files; reads fail from now on."""
         self._file.close()
+        for shard in self._shards:
+            shard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -379,6 +429,20 @@ class GgufFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def shard_paths(path: Path, n_shards: int) -> list[Path]:
+    """Return the paths of all shards, of which `path` must be the first; raises UserError otherwise."""
+    match = SHARD_NAME.fullmatch(path.name)
+    if match is None or int(match[3]) != n_shards or n_shards > MAX_SHARDS:
+        raise UserError(
+            f"{path} says that it is one of {n_shards} shards, but is not called so: expected a name like "
+            f"model-00001-of-{n_shards:05}.gguf"
+        )
+    paths = [path.with_name(f"{match[1]}-{number:05}-of-{n_shards:05}.gguf") for number in range(1, n_shards + 1)]
+    if path != paths[0]:
+        raise UserError(f"{path} is one of {n_shards} shards: give the first, {paths[0].name}")
+    return paths
 
 
 def encode_header(metadata: Mapping[str, MetadataValue], tensors: Sequence[TensorInfo], alignment: int) -> bytes:

@@ -15,13 +15,22 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from swarm.errors import IntegrityError, RemoteProtocolError, UserError
 from swarm.files import write_atomically
 from swarm.ids import ModelId
 from swarm.model.expert_kinds import EXPERT_KINDS
-from swarm.model.gguf_file import MAX_DIMS, MAX_TENSOR_NAME_BYTES, MAX_TENSORS, GgufFile, Progress, TensorInfo
+from swarm.model.gguf_file import (
+    MAX_DIMS,
+    MAX_TENSOR_NAME_BYTES,
+    MAX_TENSORS,
+    SHARD_PREFIX,
+    GgufFile,
+    Progress,
+    TensorInfo,
+)
 from swarm.model.spec import (
     ModelSpec,
     is_expert_tensor,
@@ -170,10 +179,23 @@ def _untrusted_hash(value: object) -> bytes:
     return bytes.fromhex(untrusted_text(value))
 
 
-def build_manifest(file: GgufFile, progress: Progress | None = None) -> Manifest:
-    """Return the manifest of a whole model file, read once from end to end.
+BlockHashes = Mapping[int, tuple[bytes, ...]]
+"""MoE layer -> for each expert sha256 of its block."""
 
-    Memory stays at one expert's plane. `progress` is called with bytes read and bytes in all.
+
+def build_manifest(
+    file: GgufFile,
+    progress: Progress | None = None,
+    *,
+    done_layers: BlockHashes = MappingProxyType({}),
+    keep: Callable[[BlockHashes], None] | None = None,
+) -> Manifest:
+    """Return the manifest of a whole model file, read once from end to end, a chunk at a time.
+
+    Args:
+        progress: called with bytes read and bytes in all.
+        done_layers: layers that were hashed before; they are not read again.
+        keep: called with what was hashed so far, after each layer.
 
     Raises:
         UserError: the file cannot be served (`read_spec`), or it changed meanwhile.
@@ -191,13 +213,20 @@ def build_manifest(file: GgufFile, progress: Progress | None = None) -> Manifest
 
     block_hashes: dict[int, tuple[bytes, ...]] = {}
     for layer in spec.moe_layers:
+        if layer in done_layers and len(done_layers[layer]) == spec.n_expert:
+            block_hashes[layer] = done_layers[layer]
+            advance(spec.n_expert * spec.block_size_bytes(layer))
+            continue
         hashes = [hashlib.sha256() for _ in range(spec.n_expert)]
         for tensor in spec.expert_tensors(layer):  # tensor by tensor reads the disk in order
             size = tensor.expert_size_bytes
             for expert, block_hash in enumerate(hashes):
-                block_hash.update(file.read(tensor.name, expert * size, size))
-                advance(size)
+                for chunk in file.chunks(tensor.name, expert * size, size):
+                    block_hash.update(chunk)
+                    advance(len(chunk))
         block_hashes[layer] = tuple(block_hash.digest() for block_hash in hashes)
+        if keep is not None:
+            keep(block_hashes)
     backbone_hash = hash_backbone(file, advance)
 
     file.require_unchanged()
@@ -216,7 +245,7 @@ def hash_backbone(file: GgufFile, advance: Callable[[int], None] | None = None) 
     architecture = file.text("general.architecture") or ""
     stub_keys = EXPERT_KINDS[architecture].stub_keys(architecture) if architecture in EXPERT_KINDS else frozenset()
     for key in sorted(file.metadata):
-        if key in stub_keys or key.startswith("swarm."):
+        if key in stub_keys or key.startswith(("swarm.", SHARD_PREFIX)):  # a file joined of shards is the same model
             continue
         if key.startswith("general.") and key != "general.architecture":
             continue
@@ -256,7 +285,8 @@ def verify_block(manifest: Manifest, layer: int, expert: int, block: bytes) -> N
 def manifest_of(path: Path, cache_dir: Path, progress: Progress | None = None) -> Manifest:
     """Return the manifest of a model file, from `cache_dir` where the file was seen before.
 
-    The cache goes by absolute path, size and time of change; a damaged entry is built again.
+    The cache goes by absolute path, size and time of change; a damaged entry is built again. A run that was cut goes on after the
+    last layer that it hashed.
 
     Raises:
         UserError: the file cannot be read or served.
@@ -266,9 +296,36 @@ def manifest_of(path: Path, cache_dir: Path, progress: Progress | None = None) -
         with contextlib.suppress(RemoteProtocolError):
             if (kept := _read_entry(entry)) is not None:
                 return Manifest.from_bytes(kept)
-        manifest = build_manifest(file, progress)
+        part = entry.with_name(entry.name + ".part")
+        manifest = build_manifest(
+            file,
+            progress,
+            done_layers=_unpack(_read_entry(part)),
+            keep=lambda done: _write_entry(part, _pack(done), level=logging.DEBUG),
+        )
     _write_entry(entry, manifest.to_bytes())
+    with contextlib.suppress(OSError):
+        part.unlink(missing_ok=True)
     return manifest
+
+
+def _pack(hashes: BlockHashes) -> bytes:
+    return b"".join(struct.pack("<II", layer, len(each)) + b"".join(each) for layer, each in hashes.items())
+
+
+def _unpack(packed: bytes | None) -> BlockHashes:
+    """Return what `_pack` was given; its checksum was looked at before."""
+    hashes: dict[int, tuple[bytes, ...]] = {}
+    position = 0
+    while packed and position < len(packed):
+        layer, n_experts = struct.unpack_from("<II", packed, position)
+        position += 8
+        hashes[layer] = tuple(
+            packed[start : start + HASH_BYTES]
+            for start in range(position, position + n_experts * HASH_BYTES, HASH_BYTES)
+        )
+        position += n_experts * HASH_BYTES
+    return hashes
 
 
 def manifest_beside(path: Path) -> Manifest:
@@ -336,9 +393,11 @@ def _read_entry(entry: Path) -> bytes | None:
     return data[HASH_BYTES:] if hashlib.sha256(data[HASH_BYTES:]).digest() == data[:HASH_BYTES] else None
 
 
-def _write_entry(entry: Path, data: bytes) -> None:
+def _write_entry(entry: Path, data: bytes, *, level: int = logging.WARNING) -> None:
     try:
         entry.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(entry, hashlib.sha256(data).digest() + data)
     except OSError as error:  # the next start hashes the file again, nothing worse
-        logger.warning("cannot keep what was hashed, so it will be hashed again: %s: %s", entry.parent, error.strerror)
+        logger.log(
+            level, "cannot keep what was hashed, so it will be hashed again: %s: %s", entry.parent, error.strerror
+        )

@@ -384,6 +384,8 @@ def _read_spec(file: GgufFile, architecture: str, kind: ExpertKind) -> ModelSpec
         if match is None:
             raise ValueError(f"got expert tensor {name}, which no known architecture has")
         _require_known(name, match, kind, architecture)
+        if int(match[1]) >= n_all:
+            raise ValueError(f"bad MoE layers: got {name}, expected layers below {n_all}")
         if int(match[1]) < n_layers:  # the rest predict further tokens; nobody runs them
             tensor = file.tensors[name]
             expert = ExpertTensor(name=name, kind=kind_of(match), ggml_type=tensor.ggml_type, shape=tensor.shape)

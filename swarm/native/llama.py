@@ -24,6 +24,7 @@ import numpy.typing as npt
 from swarm.backbone.requests import SamplingParams
 from swarm.errors import EngineError
 from swarm.native.bindings import llama, log_router, set_log_handler
+from swarm.native.checkpoints import Checkpoints
 from swarm.native.layouts import EvalCallback
 
 DEFAULT_SEED = 0xFFFF_FFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws a seed of its own for it
@@ -93,6 +94,8 @@ class LlamaModel:
         self._contexts: weakref.WeakSet[LlamaContext] = weakref.WeakSet()
         self.n_vocab: int = llama().n_vocab(self._vocab)
         self.n_ctx_train: int = llama().n_ctx_train(self._handle)
+        # One state for all tokens of a sequence, in some layers at least: the last ones cannot simply be removed.
+        self.has_recurrent_state = bool(llama().is_recurrent(self._handle) or llama().is_hybrid(self._handle))
         self.bos_token: int | None = _token_or_none(llama().bos(self._vocab))
         self.eos_token: int | None = _token_or_none(llama().eos(self._vocab))
 
@@ -254,6 +257,7 @@ class LlamaContext:
         if not self._handle:
             raise EngineError(f"llama.cpp cannot make a context: {log_router().first_error or 'no reason given'}")
         self._memory: int | None = llama().memory(self._handle)
+        self._checkpoints = Checkpoints() if model.has_recurrent_state else None
         self.n_ctx: int = llama().n_ctx(self._handle)
         self.n_batch: int = llama().n_batch(self._handle)
         self.n_outputs = 0
@@ -332,6 +336,9 @@ class LlamaContext:
             at = end
         self._batch.n_tokens = n
         self.n_outputs = 0
+        if self._checkpoints is not None:
+            for part in parts:
+                self._checkpoints.take(handle, part.sequence, part.first_position)
         log_router().first_error = ""
         status: int = llama().decode(handle, self._batch)
         if status != 0:
@@ -406,10 +413,19 @@ class LlamaContext:
         return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), shape).copy()
 
     def remove(self, sequence: int, from_position: int) -> bool:
-        """Forget the sequence's tokens from this position on; return False if this kind of memory cannot."""
-        _ = self.handle
+        """Forget the sequence's tokens from this position on; return False if this kind of memory cannot.
+
+        A recurrent memory can forget all, or its latest step as a whole (`checkpoints`).
+        """
+        handle = self.handle
         self._check_sequence(sequence)
-        return bool(llama().memory_remove(self._memory, sequence, max(from_position, 0), -1))
+        position = max(from_position, 0)
+        is_done = bool(llama().memory_remove(self._memory, sequence, position, -1))
+        if self._checkpoints is not None:
+            if not is_done and self._checkpoints.restore(handle, sequence, position):
+                is_done = bool(llama().memory_remove(self._memory, sequence, position, -1))
+            self._checkpoints.forget(sequence)
+        return is_done
 
     def copy(self, sequence: int, to: int, n_tokens: int) -> None:
         """Let sequence `to`, which must be empty, begin with the first tokens of another: they share its cells."""
@@ -443,6 +459,8 @@ class LlamaContext:
     def clear(self) -> None:
         """Forget every token of every sequence."""
         _ = self.handle
+        if self._checkpoints is not None:
+            self._checkpoints.forget()
         llama().memory_clear(self._memory, True)
 
     def close(self) -> None:

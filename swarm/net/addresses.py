@@ -7,6 +7,7 @@ import socket
 from typing import Any
 
 from swarm.errors import UserError
+from swarm.ip import plain_ip
 
 SocketAddress = tuple[str, int]
 # Addresses for documentation (RFC 5737, RFC 3849): nobody has a special way to them, so the default one decides.
@@ -46,13 +47,6 @@ def is_loopback(host: str) -> bool:
         return plain_ip(host).is_loopback
     except ValueError:
         return False
-
-
-def plain_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return an IP literal's address, an IPv4 one in IPv6 clothes (RFC 4291 section 2.5.5.2) as itself. Raises ValueError."""
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address if mapped is None else mapped
 
 
 def plain_address(address: Any) -> SocketAddress:

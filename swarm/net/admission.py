@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Hashable
 from enum import Enum, auto
 
-from swarm.net.addresses import plain_ip
+from swarm.ip import plain_ip
 
 RETRY_FROM = (
     32  # half-open connections from which on an address is to be proved; guessed: ten nodes that start together

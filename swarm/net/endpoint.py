@@ -45,6 +45,7 @@ from swarm.net.path_monitor import PathMonitor
 from swarm.net.path_probes import PONG, PROBE, PathKey, decode_probe
 from swarm.net.paths import CHANNEL_BYTES, RELAY_TYPE, Path, PathPolicy
 from swarm.net.quic_driver import QuicDriver, driver_class
+from swarm.net.rehearsal import Rehearsal
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.byte_budget import ByteBudget
@@ -309,7 +310,24 @@ class Endpoint:
         self._on_cid(connection, driver.quic.host_cid, True)
         return connection
 
-    def _on_readable(self) -> None:
+    def rehearsal(self) -> Rehearsal:
+        """Return an exchange's way to go through without a socket; the caller's to close."""
+        return Rehearsal(self._driver, self._configurations, self.identity)
+
+    def watch(self, until: float) -> bool:
+        """Read the socket without sleeping until something of a connection has come, and return True, or until that time.
+
+        Nothing else of the loop runs meanwhile.
+        """
+        while self._flights is not None and not self._is_closing:
+            if self._on_readable():
+                return True
+            if clock() >= until:
+                return False
+        return False
+
+    def _on_readable(self) -> bool:
+        """Take in what has come; return whether anything of a connection has."""
         assert self._flights is not None
         now, n_left = clock(), MAX_DATAGRAMS_PER_WAKE
         touched: dict[Connection, Any] = {}  # with where they were heard from last
@@ -348,6 +366,7 @@ class Endpoint:
                     self._receive_other(datagrams, address, touched, now)
         finally:  # also where one of them, or a stranger's packet, made us fail: a connection ends its own failures itself
             self._received(touched, now)
+        return bool(touched)
 
     def _received(self, touched: dict[Connection, Any], now: float) -> None:
         for connection, source in touched.items():

@@ -25,7 +25,8 @@ from typing import Any, Self
 
 from swarm.errors import ConnectionLost, NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.ids import NodeId
-from swarm.net.addresses import SocketAddress, format_address, host_towards, is_loopback, own_hosts, plain_ip
+from swarm.ip import plain_ip
+from swarm.net.addresses import SocketAddress, format_address, host_towards, is_loopback, own_hosts
 from swarm.net.connection import Connection, clock
 from swarm.net.endpoint import DIAL_TIMEOUT_S, Endpoint
 from swarm.net.paths import Path
@@ -81,6 +82,18 @@ class PathFinder:
         await self._tasks.__aexit__(None, None, None)
         self.relays.close()
 
+    async def dial(
+        self, address: SocketAddress, *, expected: NodeId | None, timeout_s: float = DIAL_TIMEOUT_S
+    ) -> Connection:
+        """Return an open connection to a relay or registry node, by a WebSocket where UDP does not get there.
+
+        Raises:
+            NetworkError, RemoteProtocolError: there is no way.
+        """
+        if is_loopback(address[0]):
+            return await self._endpoint.dial(address, expected=expected, timeout_s=timeout_s)
+        return await self.relays.dial(address, expected)
+
     # What others see of us
 
     def sightings(self) -> list[Sighting]:
@@ -103,7 +116,9 @@ class PathFinder:
         """Return what to announce; `address`: where a registry sees us, or what a person says (`is_advertised`)."""
         sightings = self.sightings()
         addresses = [address]
-        if not is_advertised:
+        if self.relays.has_bridge and not is_advertised:
+            addresses = [format_address(each) for each in self.own_addresses()] or addresses
+        elif not is_advertised:
             addresses += [format_address(each.at) for each in sightings]
             # An address of our own first: without NAT it is the surest, and of two kinds of IP only one may be behind NAT.
             owned = [format_address(each.at) for each in sightings if each.own == each.at]
@@ -117,6 +132,8 @@ class PathFinder:
 
     def is_public(self) -> bool:
         """Return whether others should reach us unasked: seen at an address of our own, of one kind of IP at least."""
+        if self.relays.has_bridge:
+            return False
         mappings = [self.mapping(version) for version in self._endpoint.families]
         return m.Mapping.NONE in mappings or all(plain_ip(each.by[0]).is_loopback for each in self.sightings())
 

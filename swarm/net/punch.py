@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from swarm.errors import UserError
-from swarm.net.addresses import SocketAddress, format_address, parse_address, plain_ip
+from swarm.ip import plain_ip
+from swarm.net.addresses import SocketAddress, format_address, parse_address
 from swarm.wire.messages import MAX_CANDIDATES, Mapping
 
 

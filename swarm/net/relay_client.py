@@ -186,7 +186,7 @@ class RelayClient:
         visit = _Visit()
         connection: Connection | None = None
         try:
-            connection = await self._dial(relay.address, relay.node)
+            connection = await self.dial(relay.address, relay.node)
             self._visits[connection] = visit
             await self._hold(connection, visit, has_choice=has_choice)
         except RemoteRefused as error:
@@ -308,14 +308,19 @@ class RelayClient:
         error: SwarmError | None = None
         for text in voucher.addresses[:MAX_RELAY_ADDRESSES]:
             try:
-                return await self._dial(parse_address(text), voucher.relay)
+                return await self.dial(parse_address(text), voucher.relay)
             except (NetworkError, RemoteProtocolError) as failure:
                 logger.debug("relay %s at %s: %s", voucher.relay.short, text, failure)
                 error = failure
         assert error is not None  # a voucher names at least one address
         raise error
 
-    async def _dial(self, relay: SocketAddress, node: NodeId | None) -> Connection:
+    @property
+    def has_bridge(self) -> bool:
+        """Whether a relay is reached otherwise than by UDP: then no address at which it sees us is worth anything."""
+        return any(bridge.is_open for bridge in self._bridges.values())
+
+    async def dial(self, relay: SocketAddress, node: NodeId | None) -> Connection:
         """Return a connection to a relay, by UDP, or by another way where UDP does not get there."""
         bridge = self._bridges.get(relay)
         if bridge is None or not bridge.is_open:

@@ -16,10 +16,9 @@ from typing import Protocol
 from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError, UserError
 from swarm.ids import ModelId, NodeId
 from swarm.net.addresses import SocketAddress, format_address, parse_address
-from swarm.net.endpoint import Endpoint
 from swarm.registry.answers import AnswerReader
 from swarm.registry.cache import SAVE_S, RegistryCache
-from swarm.registry.contacts import Contact
+from swarm.registry.contacts import Contact, Dialler
 from swarm.registry.lookup import Reading, newest, writers
 from swarm.registry.records import (
     ExpertAnnouncement,
@@ -123,7 +122,7 @@ class RegistryClient:
     """A `Registry` over an endpoint and a few known registry nodes."""
 
     def __init__(
-        self, endpoint: Endpoint, nodes: Sequence[RegistryAddress], *, cache: RegistryCache | None = None
+        self, endpoint: Dialler, nodes: Sequence[RegistryAddress], *, cache: RegistryCache | None = None
     ) -> None:
         """`cache`: what to go on with as long as no registry node answers, and where to keep it."""
         self._view = RingView(endpoint, [(each.address, each.node) for each in nodes])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from typing import Protocol
 
 from swarm.errors import ConnectionLost, DeadlineExceeded, NetworkError, RemoteProtocolError, SwarmError
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address
 from swarm.net.connection import Connection
-from swarm.net.endpoint import Endpoint
+from swarm.net.endpoint import DIAL_TIMEOUT_S
 from swarm.wire import messages as m
 
 SUSPECT_S = 30.0  # for so long others are asked in place of a node that failed; guessed
@@ -18,6 +19,16 @@ N_MISSES = 2  # look-ups in a row that had to wait for a node in vain, until it 
 # Of a member's addresses: one for each of its protocols. A hostile record's eight take 4 s each to dial in vain.
 MAX_DIALLED = 2
 RTT_GAIN = 1 / 8  # of a new measurement: RFC 6298
+
+
+class Dialler(Protocol):
+    """What opens connections: an endpoint, or what also knows ways around a network that blocks UDP (`PathFinder`)."""
+
+    async def dial(
+        self, address: SocketAddress, *, expected: NodeId | None, timeout_s: float = DIAL_TIMEOUT_S
+    ) -> Connection:
+        """Return an open connection; raises NetworkError or RemoteProtocolError."""
+        ...
 
 
 class Contact:
@@ -29,7 +40,7 @@ class Contact:
         rtt_s: smoothed time from a request to its answer; None before the first.
     """
 
-    def __init__(self, endpoint: Endpoint, addresses: Sequence[SocketAddress], node: NodeId | None) -> None:
+    def __init__(self, endpoint: Dialler, addresses: Sequence[SocketAddress], node: NodeId | None) -> None:
         self.addresses = list(addresses)
         self.node = node
         self.key = node or NodeId(hashlib.sha256(format_address(self.addresses[0]).encode()).digest())

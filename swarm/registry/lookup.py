@@ -102,11 +102,6 @@ class Reading:
         """Return whether the time is over after which those that have not replied are done without."""
         return now >= self._patient_until
 
-    @property
-    def has_answers(self) -> bool:
-        """Whether anybody has replied for every place."""
-        return all(asked.n_replied > 0 for asked in self._asked.values())
-
     def _is_settled(self, asked: _Asked, now: float) -> bool:
         n_possible = asked.n_targets - asked.n_failed
         if asked.n_proper_replied < min(N_AT_LEAST, len(asked.proper)):

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from enum import IntEnum
 from functools import lru_cache
 
+from swarm.ip import plain_ip
+
 # What one customer of a provider usually gets (RFC 6177: a site's /48). Guessed for IPv4: a host or a small network of hosts.
 PREFIX_BITS_V4, PREFIX_BITS_V6 = 24, 48
 
 _N_KEPT = 16_384  # answers kept, some 3 MB: reading an address costs more than most of what is done with it
-
-_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Scope(IntEnum):
@@ -34,7 +34,7 @@ def host_of(address: str) -> str:
 @lru_cache(_N_KEPT)
 def scope_of(host: str) -> Scope:
     """Return the scope of an IP literal. Raises ValueError for what is none."""
-    address = _plain(host)
+    address = plain_ip(host)
     if address.is_loopback:
         return Scope.MACHINE
     # The ranges for documentation count as the world's, though nobody has them: tests and examples use them.
@@ -46,7 +46,7 @@ def scope_of(host: str) -> Scope:
 @lru_cache(_N_KEPT)
 def prefix_of(host: str) -> str | None:
     """Return the network that an IP address is counted under, as text; None for loopback, which is not counted."""
-    address = _plain(host)
+    address = plain_ip(host)
     if address.is_loopback:
         return None
     if isinstance(address, ipaddress.IPv4Address):
@@ -77,10 +77,3 @@ _SITES = tuple(
         ("10.0.0.0/8", "100.64.0.0/10", "169.254.0.0/16", "172.16.0.0/12", "192.168.0.0/16", "fc00::/7", "fe80::/10"),
     )
 )
-
-
-def _plain(host: str) -> _Address:
-    """Return an IP literal's address, an IPv4 one in IPv6 clothes (RFC 4291 section 2.5.5.2) as itself."""
-    address = ipaddress.ip_address(host)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address if mapped is None else mapped

@@ -84,6 +84,11 @@ def check_public_face(name: str, place: tuple[int, int] | None) -> None:
         check_range("longitude", place[1], -180, 180)
 
 
+def public_name(text: str) -> str:
+    """Return a name in a form that records take: what cannot be shown is left out."""
+    return "".join(each for each in text if each.isprintable()).strip()[:MAX_PUBLIC_NAME_LENGTH].strip()
+
+
 def place_of(values: list[int]) -> tuple[int, int]:
     """Return a place's two numbers. Raises LocalProtocolError where there are not two."""
     if len(values) != 2:

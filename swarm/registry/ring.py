@@ -20,7 +20,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from swarm.ids import ModelId, NodeId
-from swarm.registry.records import NO_MODEL, ExpertAnnouncement, ModelOffer, Record, RecordKind, RoutingHistogram
+from swarm.registry.records import NO_MODEL, ExpertAnnouncement, ModelOffer, Record, RoutingHistogram
 
 N_REPLICAS = 5  # DESIGN section 4
 # How far from a place a member may be and still store it or pass it on: views of who is a member differ for a while.
@@ -57,13 +57,6 @@ def is_place(model: ModelId, bucket: int) -> bool:
     if bucket == DIRECTORY:
         return model == NO_MODEL
     return model != NO_MODEL and (0 <= bucket < N_EXPERT_BUCKETS or bucket in (OFFERS, HISTOGRAMS))
-
-
-def kind_at(bucket: int) -> RecordKind:
-    """Return the kind of the records of a bucket."""
-    if bucket < N_EXPERT_BUCKETS:
-        return RecordKind.EXPERTS
-    return RecordKind.HISTOGRAM if bucket == HISTOGRAMS else RecordKind.MODEL
 
 
 def key_of(place: Place) -> int:

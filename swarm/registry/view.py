@@ -15,9 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, RemoteRefused, SwarmError
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address, is_loopback, parse_address
-from swarm.net.endpoint import Endpoint
 from swarm.registry.answers import AnswerReader
-from swarm.registry.contacts import MAX_DIALLED, Contact
+from swarm.registry.contacts import MAX_DIALLED, Contact, Dialler
 from swarm.registry.membership import MAX_MEMBERS, MAX_PER_PREFIX
 from swarm.registry.networks import Scope, host_of, is_one_network, prefix_of, rival_prefix, scope_of
 from swarm.registry.records import Record, RegistryNodeRecord, RoutingHistogram, SignedRecord, Withdrawal, verify
@@ -40,7 +39,7 @@ N_WITNESSES = 2  # who must name a member, where so many were asked: a single li
 class RingView:
     """The ring and its members' contacts, kept up to date by whoever uses it."""
 
-    def __init__(self, endpoint: Endpoint, seeds: Sequence[tuple[SocketAddress, NodeId | None]]) -> None:
+    def __init__(self, endpoint: Dialler, seeds: Sequence[tuple[SocketAddress, NodeId | None]]) -> None:
         """`seeds`: the nodes that a person named, and which each must be; None: whoever is there."""
         self._endpoint = endpoint
         self._seeds = [Contact(endpoint, [address], node) for address, node in seeds]

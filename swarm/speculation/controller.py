@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from swarm.speculation.acceptance import Acceptance, Watched
 from swarm.speculation.costs import DraftCost, StepCosts
-from swarm.speculation.drafter import Drafter
+from swarm.speculation.drafter import Doubtful, Drafter
 
 MARGIN = 0.01  # by which drafting must win; guessed
 N_SHADOW = 2  # tokens of a trial in the shadow
@@ -183,10 +183,19 @@ class Controller:
         return (self._n_beside + 1 + accepted) / seconds
 
     def _run(self, state: _State, tokens: Sequence[int], n: int) -> list[int]:
+        if isinstance(state.source.drafter, Doubtful):
+            state.source.drafter.least_reach = self._least_reach(state)
         began = self._now()
         drafts = state.source.drafter.propose(tokens, n)
         state.cost.count(len(drafts), self._now() - began)
         return drafts
+
+    def _least_reach(self, state: _State) -> float:
+        """Return how likely a token must be accepted to bring as many tokens as its time would bring otherwise."""
+        rows = 1 + self._rows_beside
+        steps = self._experience.steps
+        token_s = steps.step_s(rows + 1) - steps.step_s(rows) + state.cost.token_s
+        return min(token_s * self._best_length(state, self._n_most)[1], 1.0)
 
     def _try_in_shadow(self, tokens: Sequence[int], n: int) -> None:
         for state in self._states:

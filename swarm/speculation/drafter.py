@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Drafter(Protocol):
@@ -17,3 +17,14 @@ class Drafter(Protocol):
                 back: then with some of those.
         """
         ...
+
+
+@runtime_checkable
+class Doubtful(Protocol):
+    """A drafter that knows how likely its tokens are, and ends a draft that is not worth its costs.
+
+    Attributes:
+        least_reach: how likely all tokens of a draft together must be, at least.
+    """
+
+    least_reach: float

@@ -7,6 +7,7 @@ their ids; addresses of volunteers are shown to nobody.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,29 +16,62 @@ import numpy as np
 from swarm.backbone.assembly import RunningBackbone
 from swarm.dispatch.peer_states import PeerState, PeerView
 from swarm.ids import NodeId, format_index_set
+from swarm.registry.client import RegistryAddress
+from swarm.web.registry_map import digits
 
 USED = (PeerState.IN_USE, PeerState.ON_TRIAL)
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+RATE_WINDOW_S = 10.0  # of tokens per second
 
 Json = dict[str, Any]
 
 
-def map_of(running: RunningBackbone) -> Json:
-    """Return the map of a running backbone."""
-    holders = running.holders
-    peers = holders.peers()  # first: what died since the last look is found out here
-    return build_map(
-        model_name=running.backbone.model_name,
-        model_id=str(running.manifest.model_id),
-        layers=holders.placement.layers,
-        n_holders=holders.placement.holders.sum(axis=0),
-        missing=holders.missing(),
-        peers=peers,
-        rtt_s=holders.rtt_s,
-        now=holders.now(),
-        wall_now=time.time(),
-    )
+class BackboneMap:
+    """Makes the map of a running backbone, at each call anew."""
+
+    def __init__(
+        self, running: RunningBackbone, registry: Sequence[RegistryAddress], place: tuple[int, int] | None = None
+    ) -> None:
+        """`registry`: where volunteers find this swarm, for the command that the map shows them."""
+        self._running = running
+        nodes = ",".join(str(each) for each in registry)
+        self._join = f"SWARM_REGISTRY={nodes} swarm join --experts auto"
+        self._place = place
+        self._written: deque[tuple[float, int]] = deque()  # (when, tokens so far)
+
+    def __call__(self) -> Json:
+        """Return the map."""
+        running = self._running
+        holders = running.holders
+        peers = holders.peers()  # first: what died since the last look is found out here
+        return build_map(
+            model_name=running.backbone.model_name,
+            model_id=str(running.manifest.model_id),
+            layers=holders.placement.layers,
+            n_holders=holders.placement.holders.sum(axis=0),
+            missing=holders.missing(),
+            peers=peers,
+            rtt_s=holders.rtt_s,
+            now=holders.now(),
+            wall_now=time.time(),
+            path_of=self._path_of,
+            tokens_per_s=self._tokens_per_s(time.monotonic()),
+            place=self._place,
+            join=self._join,
+        )
+
+    def _path_of(self, node: NodeId) -> str | None:
+        report = self._running.pool.report(node)
+        return None if report is None else "relay" if report.is_relayed else "direct"
+
+    def _tokens_per_s(self, now: float) -> float:
+        """Return the rate since the oldest look of the last RATE_WINDOW_S."""
+        written = self._running.backbone.stats.n_completion_tokens
+        while len(self._written) > 1 and self._written[1][0] <= now - RATE_WINDOW_S:
+            self._written.popleft()
+        self._written.append((now, written))
+        then, before = self._written[0]
+        return round((written - before) / (now - then), 1) if now > then else 0.0
 
 
 def build_map(
@@ -106,8 +140,3 @@ def build_map(
             for view in peers
         ],
     }
-
-
-def digits(counts: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> str:
-    """Return counts as one character each: 0 to 9, a for 10 to z for 35 and more."""
-    return "".join(DIGITS[min(int(count), len(DIGITS) - 1)] for count in counts)

@@ -4,6 +4,7 @@
     GET /map/plain    the same without scripts
     GET /map.json     the map
     GET /map/events   what changes in it (`map_feed`)
+    GET /chat         at a gateway: a page to try the model
 
 Nothing is loaded from anywhere else, and nobody is counted or followed.
 """
@@ -44,12 +45,17 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 PLAIN_HEADERS = {**HEADERS, "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-MAP_PATHS = ("/map", "/map/plain", "/map.json", "/map/events", "/map/static")
+MAP_PATHS = ("/chat", "/map", "/map/plain", "/map.json", "/map/events", "/map/static")
 
 
-def add_map(app: web.Application, make_map: Callable[[], Json]) -> None:
-    """Serve the map that `make_map` returns; it is called at each request, and each TICK_S while somebody watches."""
+def add_map(app: web.Application, make_map: Callable[[], Json], *, has_chat: bool = False) -> None:
+    """Serve the map that `make_map` returns; it is called at each request, and each TICK_S while somebody watches.
+
+    `has_chat`: serve a page to try the model, too; the application then answers OpenAI's requests.
+    """
     server = _MapServer(make_map)
+    if has_chat:
+        app.router.add_get("/chat", server.chat)
     app.router.add_get("/map", server.page)
     app.router.add_get("/map/plain", server.plain)
     app.router.add_get("/map.json", server.as_json)
@@ -85,6 +91,9 @@ class _MapServer:
 
     async def page(self, request: web.Request) -> web.Response:
         return self._part(request, "map.html")
+
+    async def chat(self, request: web.Request) -> web.Response:
+        return self._part(request, "chat.html")
 
     async def static(self, request: web.Request) -> web.Response:
         return self._part(request, request.match_info["name"])

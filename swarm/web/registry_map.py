@@ -5,16 +5,17 @@ A registry meets no peer itself, so it knows no round trips; that a model is cov
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from swarm.ids import ModelId, format_index_set, parse_index_set
 from swarm.registry.records import ExpertAnnouncement, ModelOffer
-from swarm.web.backbone_map import digits
 
 Json = dict[str, Any]
+
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 _DIRECT, _RELAY = "direct", "relay"
 
@@ -97,3 +98,8 @@ def _peer(records: list[ExpertAnnouncement]) -> Json:
         "path": _DIRECT if first.is_public or not first.vouchers else _RELAY,
         "rtt_ms": None,
     }
+
+
+def digits(counts: Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]) -> str:
+    """Return counts as one character each: 0 to 9, a for 10 to z for 35 and more."""
+    return "".join(DIGITS[min(int(count), len(DIGITS) - 1)] for count in counts)

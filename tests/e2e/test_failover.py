@@ -14,9 +14,7 @@ import pytest
 from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
-from swarm.bench.failover import open_arena
 from swarm.dispatch.holders import REFRESH_S
-from swarm.emulation.path import PathSpec
 from swarm.emulation.processes import LocalSwarm, contiguous_shares
 from swarm.errors import ExpertUnavailable
 from swarm.files import Folders
@@ -60,29 +58,6 @@ async def backbone(
 
 def n_assigned(running: RunningBackbone, nodes: list[NodeId]) -> list[int]:
     return [running.dispatcher.stats.assignments.get(node, 0) for node in nodes]
-
-
-async def test_when_the_nearest_replica_grows_80_ms_slower_traffic_moves_within_3_s(
-    tmp_path: Path, tiny_moe: Path
-) -> None:
-    model = tiny_moe / "model-Q8_0.gguf"
-    async with open_arena(tmp_path, model, parse_wire("f32"), has_paths=True, n_ctx=2048) as arena:
-        running = arena.running
-        nodes = [NodeId.parse(arena.peer(index).ready["node"]) for index in range(3)]
-        _, continuation = await decode(running, 60)
-        counts = n_assigned(running, nodes)
-        nearest = counts.index(max(counts))
-        await arena.slow_down(nearest, PathSpec(delay_s=0.040))
-        slow_since = time.monotonic()
-        share = 1.0
-        while share > 0.05:
-            before = n_assigned(running, nodes)
-            for _ in range(5):
-                await continuation.step(1)
-            moved = [after - each for after, each in zip(n_assigned(running, nodes), before, strict=True)]
-            share = moved[nearest] / sum(moved)
-            assert time.monotonic() - slow_since < 3 * 3.0, "3 s are promised on a quiet machine"
-        assert nodes[nearest] in running.holders.placement.destinations, "it is slow, not gone"
 
 
 async def test_the_only_holder_that_hangs_ends_the_step_by_name_within_the_deadline(

@@ -291,6 +291,12 @@ async def test_metrics_and_health_say_how_the_relay_is() -> None:
             assert "# TYPE swarm_relay_dropped_packets_total counter" in lines
             async with http.get(f"{url}/health") as answer_:
                 assert (answer_.status, await answer_.json()) == (200, {"status": "ok"})
+            async with http.get(f"{url}/map.json") as answer_:
+                shown = await answer_.json()
+                assert (shown["source"], shown["models"]) == ("registry", [])
+                assert shown["join"].startswith("swarm join --registry swarm://")
+            async with http.get(f"{url}/map") as answer_:
+                assert answer_.content_type == "text/html"
             daemon.service.is_draining = True
             async with http.get(f"{url}/health") as answer_:
                 assert (answer_.status, await answer_.json()) == (503, {"status": "draining"})

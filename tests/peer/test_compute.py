@@ -307,7 +307,6 @@ async def test_a_short_computation_runs_on_the_loop_and_a_long_or_unknown_one_do
     monkeypatch.setattr(compute, "INLINE_S", 60.0)
     await line.start(dispatch())
     assert executor.threads == {"compute", "MainThread"}
-    assert line.stats.n_inline == 1
     monkeypatch.setattr(compute, "INLINE_S", 0.0)
     executor.threads.clear()
     await line.start(dispatch())
@@ -323,7 +322,6 @@ async def test_where_others_wait_too_the_thread_computes_and_the_loop_stays_free
     monkeypatch.setattr(compute, "INLINE_S", 60.0)
     await asyncio.gather(line.start(dispatch(0)), line.start(dispatch(1)))
     assert executor.threads == {"compute"}
-    assert line.stats.n_inline == 0
 
 
 async def test_the_loop_waits_for_no_computation_of_the_thread(

@@ -28,6 +28,7 @@ from swarm.errors import (
     RemoteProtocolError,
     UserError,
 )
+from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
 from swarm.identity import Identity
@@ -498,6 +499,35 @@ async def test_a_peer_moves_to_what_is_scarcer_and_computes_both_until_backbones
             await endpoint.ask(tagged(small, experts=(4, 5)))
         status = json.loads((await endpoint.ask(m.GetStatus())).data)
         assert (status["n_dispatches"], status["n_assignments"]) == (3, 6), "counts go on"
+
+
+@pytest.mark.usefixtures("moving")
+async def test_what_a_former_slice_never_answers_ends_with_it(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "ANSWERED_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(daemon, "LINGER_S", 0.01)
+    may_end = threading.Event()
+    really_run = ExpertExecutor.run
+
+    def run(self: ExpertExecutor, layer: int, *arguments: Any) -> Any:
+        if layer == 1:
+            assert may_end.wait(10)
+        return really_run(self, layer, *arguments)
+
+    monkeypatch.setattr(ExpertExecutor, "run", run)
+    network.add(small, 1)
+    FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [0, 1, 2, 3]))]
+    async with joined(config(experts=room_for(small, 2))) as (_, endpoint):
+        stuck = asyncio.ensure_future(endpoint.ask(tagged(small, layer=1, experts=(4, 5))))
+        waiting = asyncio.ensure_future(endpoint.ask(tagged(small, experts=(4, 5))))
+        FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [2, 3, 4, 5]))]
+        await until(lambda: FakeRegistry.published[-1].experts == ExpertSet.of([0, 1], [0, 1]))
+        await until(waiting.done)  # beyond the grace and the deadline
+        assert waiting.cancelled()
+        assert not stuck.done(), "what is under way is finished"
+        may_end.set()
+        assert isinstance(await asyncio.wait_for(stuck, 5), m.Result)
 
 
 @pytest.mark.usefixtures("moving")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from swarm.interruptible import Check, run_interruptibly
+from swarm.interruptible import Check, Interrupted, checked, run_interruptibly
 
 
 class Work:
@@ -90,3 +90,17 @@ async def test_an_error_after_the_cancellation_is_not_reported(caplog: pytest.Lo
         await asyncio.wait_for(task, 5)
     del task
     assert caplog.records == []
+
+
+def test_a_checked_progress_tells_how_far_it_is_and_ends_when_the_check_does() -> None:
+    told: list[tuple[int, int]] = []
+    checked(lambda: None, lambda *each: told.append(each))(1, 2)
+    assert told == [(1, 2)]
+
+    def interrupted() -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        checked(interrupted, lambda *each: told.append(each))(2, 2)
+    assert told == [(1, 2)], "checked before it is told"
+    checked(lambda: None)(1, 2)

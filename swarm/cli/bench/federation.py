@@ -23,7 +23,7 @@ from swarm.cli.options import JsonOption
 from swarm.cli.run_record import finish
 from swarm.cli.runtime import ProgressBars, run_async
 from swarm.errors import UserError
-from swarm.units import parse_duration_s
+from swarm.units import parse_duration_s, parse_size_bytes
 from swarm.wire.rows import parse_wire
 
 
@@ -52,6 +52,14 @@ def federation(
     repetitions: Annotated[
         int, typer.Option("--repetitions", min=1, help="The first alone, both, the second alone; in turn.")
     ] = 3,
+    slow_disk: Annotated[
+        str | None,
+        typer.Option(
+            "--slow-disk",
+            metavar="SIZE",
+            help="Peers take as long as with experts on a disk of so many bytes a second: the pool binds, not this machine.",
+        ),
+    ] = None,
     record: RecordOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -62,6 +70,8 @@ def federation(
     n_streams = _of_each(streams, "streams")
     if any(not each.isdecimal() or not 1 <= int(each) <= 64 for each in n_streams):
         raise UserError(f"bad number of streams: got {streams!r}, expected 1 to 64, or such a number for each backbone")
+    if slow_disk is not None:
+        parse_size_bytes(slow_disk, "--slow-disk")
     options = FederationOptions(
         model=model_file(model),
         n_peers=peers,
@@ -72,6 +82,7 @@ def federation(
         n_prompt_tokens=prompt_tokens,
         turn_s=parse_duration_s(turn, "the turn"),
         n_repetitions=repetitions,
+        disk_rate=slow_disk,
     )
     with ProgressBars() as bars:
         figures = run_async(measure_federation(options, lambda *each: bars.update("repetitions", *each)))

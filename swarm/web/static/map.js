@@ -116,11 +116,17 @@ function drawWorld() {
     pen.fillStyle = theme("land");
     pen.beginPath();
     for (const polygon of land) for (const ring of polygon) {
-      ring.forEach(([lon, lat], index) => {
-        const [x, y] = at([lat, lon]);
-        if (index) pen.lineTo(x, y); else pen.moveTo(x, y);
-      });
-      pen.closePath();
+      if (ring.every(([, lat]) => lat < -60)) continue; // below the map's edge
+      // Over the date line longitudes go on counting; a copy on the other side shows what lies beyond the edge.
+      let last = ring[0][0];
+      const points = ring.map(([lon, lat]) => [(last += ((lon - last + 540) % 360) - 180), lat]);
+      for (const turn of points.some(([lon]) => Math.abs(lon) > 180) ? [-360, 0, 360] : [0]) {
+        points.forEach(([lon, lat], index) => {
+          const [x, y] = at([lat, lon + turn]);
+          if (index) pen.lineTo(x, y); else pen.moveTo(x, y);
+        });
+        pen.closePath();
+      }
     }
     pen.fill("evenodd");
   }
@@ -144,7 +150,7 @@ function drawWorld() {
     const [x, y] = at(map.place);
     for (const kind of ["direct", "relay"]) {
       pen.strokeStyle = colours[kind];
-      pen.globalAlpha = .35;
+      pen.globalAlpha = Math.max(.03, .35 * Math.min(1, 40 / groups[kind].length)); // many lines would hide the map
       pen.lineWidth = scale;
       pen.setLineDash(kind === "relay" ? [4 * scale, 4 * scale] : []);
       pen.beginPath();
@@ -156,10 +162,11 @@ function drawWorld() {
     pen.fillStyle = theme("ink");
     pen.fillRect(x - 4 * scale, y - 4 * scale, 8 * scale, 8 * scale);
   }
-  for (const kind of ["idle", "relay", "direct"]) {
+  const radius = (nPlaced > 300 ? 2 : 3) * scale;
+  for (const kind of ["idle", "direct", "relay"]) {
     pen.fillStyle = colours[kind];
     pen.beginPath();
-    for (const [x, y] of groups[kind]) { pen.moveTo(x + 3 * scale, y); pen.arc(x, y, 3 * scale, 0, 7); }
+    for (const [x, y] of groups[kind]) { pen.moveTo(x + radius, y); pen.arc(x, y, radius, 0, 7); }
     pen.fill();
   }
   const nHidden = map.peers.size - nPlaced;

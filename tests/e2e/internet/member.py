@@ -119,7 +119,7 @@ async def main() -> None:
         Endpoint(Identity.generate(), host=host, handler=answer, serves=(m.GetStatus,)) as endpoint,
         PathFinder(endpoint, takes_calls=role == "peer") as finder,
     ):
-        registry = RegistryClient(endpoint, nodes)
+        registry = RegistryClient(finder, nodes)
         if role == "peer":
             await peer(endpoint, finder, registry, [RelayAddress(address=each.address, node=each.node) for each in nodes])
         else:

@@ -78,7 +78,9 @@ async def fresh_tokens(engine: Engine, prompt: tuple[int, ...], n_tokens: int) -
         return int(row.argmax()), float(best - second)
 
     await engine.call(engine.context.clear)
-    drawn = [await engine.call(lambda: step(list(prompt), 0))]
+    for at in range(0, len(prompt), CONFIG.n_batch):
+        first = await engine.call(lambda at=at: step(list(prompt[at : at + CONFIG.n_batch]), at))  # type: ignore[misc]
+    drawn = [first]
     while len(drawn) < n_tokens:
         token, position = drawn[-1][0], len(prompt) + len(drawn) - 1
         drawn.append(await engine.call(lambda token=token, position=position: step([token], position)))  # type: ignore[misc]
@@ -284,6 +286,7 @@ async def test_who_leaves_a_shared_step_is_dispatched_no_more_and_the_other_goes
     given = prompts(2)
     async with opened(engines[:1]) as backbone:
         expected = await answer(backbone, given[1], max_tokens=40)
+    experts.reset()
     async with opened(engines[1:]) as backbone:
         leaving = asyncio.create_task(answer(backbone, given[0], max_tokens=100))
         staying = asyncio.create_task(answer(backbone, given[1], max_tokens=40))

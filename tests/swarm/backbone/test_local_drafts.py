@@ -72,7 +72,7 @@ async def test_with_all_experts_here_it_says_what_the_model_says_and_asks_nobody
 ) -> None:
     tokens = await begun(engine)
     experts.reset()
-    drafter = LocalDrafter(engine, 0, keep(tiny.spec.all_experts), p_least=0.0)
+    drafter = LocalDrafter(engine, 0, keep(tiny.spec.all_experts), least_reach=0.0)
     drafts = await propose(drafter, engine, tokens, 6)
     assert experts.calls == []
     assert drafts == await greedy(engine, tokens, 6)
@@ -97,7 +97,7 @@ async def test_the_router_takes_only_what_is_kept(
 
     monkeypatch.setattr(local, "compute_choice", watched)
     tokens = await begun(engine)
-    drafts = await propose(LocalDrafter(engine, 0, local, p_least=0.0), engine, tokens, 5)
+    drafts = await propose(LocalDrafter(engine, 0, local, least_reach=0.0), engine, tokens, 5)
     assert len(drafts) == 5
     assert len(chosen) == 5 * len(tiny.spec.moe_layers)
     for layer, ids in chosen:
@@ -109,7 +109,7 @@ async def test_the_sequence_goes_on_as_if_nothing_had_been_drafted(engine: Engin
     expected = await greedy(engine, tokens, 8)
     await engine.call(engine.context.clear)
     await begun(engine)
-    drafter = LocalDrafter(engine, 0, keep(ExpertSet.of(tiny.spec.moe_layers, range(8))), p_least=0.0)
+    drafter = LocalDrafter(engine, 0, keep(ExpertSet.of(tiny.spec.moe_layers, range(8))), least_reach=0.0)
     for _ in range(3):
         assert len(await propose(drafter, engine, tokens, 7)) == 7
     assert await greedy(engine, tokens, 8) == expected
@@ -121,10 +121,10 @@ async def test_it_drafts_no_further_than_there_is_room_and_than_it_is_sure(
     tokens = await begun(engine)
     local = keep(tiny.spec.all_experts)
     room = engine.context.n_ctx - len(tokens)
-    sure = LocalDrafter(engine, 0, local, p_least=0.0)
+    sure = LocalDrafter(engine, 0, local, least_reach=0.0)
     assert len(await propose(sure, engine, tokens, 10_000)) <= room
     assert await propose(sure, engine, tokens, 0) == []
-    assert await propose(LocalDrafter(engine, 0, local, p_least=1.01), engine, tokens, 8) == []
+    assert await propose(LocalDrafter(engine, 0, local, least_reach=1.01), engine, tokens, 8) == []
 
 
 async def test_with_too_few_experts_it_says_nothing(
@@ -150,7 +150,7 @@ async def test_a_memory_that_cannot_forget_is_put_back_and_drafts_no_more(
     monkeypatch.setattr(
         engine.context, "remove", lambda sequence, position: position == 0 and remove(sequence, position)
     )
-    drafter = LocalDrafter(engine, 0, keep(tiny.spec.all_experts), p_least=0.0)
+    drafter = LocalDrafter(engine, 0, keep(tiny.spec.all_experts), least_reach=0.0)
     assert await propose(drafter, engine, tokens, 4) == []
     assert not drafter.is_usable
     monkeypatch.undo()

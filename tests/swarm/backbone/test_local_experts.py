@@ -170,5 +170,5 @@ async def test_own_experts_take_the_kept_ones_from_memory_and_others_from_the_fi
         same = local.compute(1, x[counted], np.ones(len(counted), np.uint8), ids[is_kept], None)
         np.testing.assert_allclose(mixed[is_kept], same, rtol=1e-5, atol=1e-6)
     finally:
-        alone.close()
-        resort.close()
+        await alone.close()
+        await resort.close()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 
 from swarm.backbone import own_experts
 from swarm.backbone.in_process import InProcessExperts
@@ -34,11 +38,11 @@ def spec(path: Path) -> ModelSpec:
         return read_spec(file)
 
 
-@pytest.fixture
-def own(path: Path, spec: ModelSpec) -> Iterator[OwnExperts]:
+@pytest_asyncio.fixture
+async def own(path: Path, spec: ModelSpec) -> AsyncIterator[OwnExperts]:
     found = OwnExperts(path, spec)
     yield found
-    found.close()
+    await found.close()
 
 
 def test_it_holds_what_the_model_has(own: OwnExperts, spec: ModelSpec) -> None:
@@ -92,3 +96,28 @@ async def test_what_goes_wrong_is_raised_to_whoever_waits(own: OwnExperts, spec:
     x, counts = np.zeros((1, spec.n_embd), np.float32), np.array([1], np.uint8)
     with pytest.raises(RemoteProtocolError):
         await own.compute(99, x, counts, np.array([0], np.uint16), None)
+
+
+async def test_closing_leaves_the_loop_free_while_the_file_is_opened(
+    path: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_opening, may_open = threading.Event(), threading.Event()
+    really_open = InProcessExperts.open
+
+    def slowly(*arguments: Any, **options: Any) -> InProcessExperts:
+        is_opening.set()
+        assert may_open.wait(5)
+        return really_open(*arguments, **options)
+
+    monkeypatch.setattr(InProcessExperts, "open", slowly)
+    own = OwnExperts(path, spec)
+    x, one = np.zeros((1, spec.n_embd), np.float32), np.ones(1, np.uint8)
+    computing = asyncio.create_task(own.compute(LAYER, x, one, np.array([3], np.uint16), None))
+    assert await asyncio.to_thread(is_opening.wait, 5)
+    closing = asyncio.create_task(own.close())
+    for _ in range(20):  # the loop goes round
+        await asyncio.sleep(0)
+    assert not closing.done()
+    may_open.set()
+    await asyncio.wait_for(closing, 5)
+    assert (await computing).shape == (1, spec.n_embd)

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from swarm.cli.peers import _ask, _is_plausible, _missing, _print_model
+from swarm.cli.peers import _add_verdicts, _ask, _is_plausible, _missing, _print_model, read_verdicts
 from swarm.cli.runtime import out
 from swarm.errors import LocalProtocolError
 from swarm.identity import Identity
@@ -134,3 +134,62 @@ def test_a_name_or_an_error_with_brackets_is_shown_as_it_is(
 def test_the_last_line_says_whether_a_model_can_be_served(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Every expert has a reachable peer" in printed({"name": "x", "peers": [], "missing": {}}, capsys)
     assert "No backbone serves this model" in printed({"name": "x", "peers": [], "missing": None}, capsys)
+
+
+# What backbones' audits say
+
+VERDICT = {"node": str(B), "verdict": "caught", "n_passed": 3, "n_disagreed": 1, "at": 1_800_000_000}
+
+
+def test_a_caught_peer_is_shown_with_when_why_and_by_whom(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out, "width", 250)
+    caught = {"reason": "it [/x] lied", "until": 1, "seq": 5}
+    verdicts = read_verdicts({"audits": {"peers": [VERDICT | {"caught": caught, "secret": 5}]}}, offer())
+    shown = [ask(status({})) | {"node": str(node)} for node in (A, B)]
+    _add_verdicts(shown, verdicts)
+    assert shown[0]["audits"] == []
+    expected = {key: value for key, value in VERDICT.items() if key != "node"}
+    assert shown[1]["audits"] == [expected | {"by": str(A), "model": str(MODEL), "reason": "it [/x] lied"}]
+    text = printed({"name": "x", "peers": shown, "missing": {}}, capsys)
+    assert f"caught: 3 passed, 1 not, 15 Jan 08:00 UTC, by {str(A)[:8]}" in text
+
+
+def test_the_worst_verdict_is_shown_and_audits_of_all_backbones_are_added(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out, "width", 250)
+    shown = [ask(status({})) | {"node": str(B)}]
+    for verdict in ("honest", "suspected"):
+        _add_verdicts(shown, read_verdicts({"audits": {"peers": [VERDICT | {"verdict": verdict}]}}, offer()))
+    assert len(shown[0]["audits"]) == 2
+    assert "suspected: 6 passed, 2 not" in printed({"name": "x", "peers": shown, "missing": {}}, capsys)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        {"audits": None},
+        {"audits": {"peers": 5}},
+        {
+            "audits": {
+                "peers": [5, {}, VERDICT | {"verdict": "[/x]"}, VERDICT | {"n_passed": True}, VERDICT | {"at": 1.5}]
+            }
+        },
+    ],
+)
+def test_what_a_backbone_says_in_another_form_is_left_out(value: object) -> None:
+    assert read_verdicts(value, offer()) == []
+
+
+def test_a_backbone_cannot_make_the_list_long_or_break_it(capsys: pytest.CaptureFixture[str]) -> None:
+    endless = [VERDICT | {"at": 10**400, "caught": {"reason": "x" * 10_000}}] * 100_000
+    verdicts = read_verdicts({"audits": {"peers": endless}}, offer())
+    assert len(verdicts) <= 256
+    assert len(verdicts[0]["reason"]) <= 300
+    shown = [ask(status({})) | {"node": str(B)}]
+    _add_verdicts(shown, verdicts)
+    assert "caught" in printed({"name": "x", "peers": shown, "missing": {}}, capsys)

@@ -798,7 +798,7 @@ def test_who_comes_back_is_measured_anew() -> None:
             await it.holders.wait_complete(5)
             await asyncio.sleep(1)
             assert it.placement.destinations == (A, B, C)
-            assert not it.dispatcher.times.of(B).is_seen
+            assert it.dispatcher.times.of(B).pair_s(1) is None
 
     virtual_time.run(main())
 

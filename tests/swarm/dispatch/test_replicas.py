@@ -128,7 +128,7 @@ def test_a_replica_no_slower_than_what_must_be_waited_for_saves_a_destination() 
 
 def test_decode_meets_the_fewest_of_equal_replicas() -> None:
     world = World({A: range(4), B: range(4, 8), C: range(8), D: range(6, E)})
-    assert world.choose([[0, 3, 4, 5]]) == [[C] * 4]
+    assert world.choose([[0, 3, 4, 7]]) == [[C] * 4]
     chosen = world.choose([[0, 5, 8, 11], [1, 4, 9, 10]])
     assert chosen == [[C, C, D, D], [C, C, D, D]]
 
@@ -414,10 +414,10 @@ def test_where_slices_overlap_an_expert_goes_where_it_went_before_and_the_work_i
         for node in world.choose(random_ids(1, step), origin=origin_of(3))[0]:
             assert node is not None
             n_pairs[node] += 1
-    assert world.replicas.sequence_stickiness == 1.0
-    met = [n for n in n_pairs.values() if n]
-    assert len(met) == 2, "two hold everything"
-    assert max(met) / sum(met) < 0.55
+    assert 0.6 < world.replicas.sequence_stickiness < 1.0, "but where one peer less will do"
+    third, second, first = sorted(n_pairs.values())
+    assert third < 0.25 * (first + second), "two hold everything"
+    assert first / (first + second) < 0.6
 
 
 def test_what_moves_for_a_slow_peer_is_not_kept() -> None:

@@ -38,7 +38,6 @@ def test_a_peer_that_was_never_asked_is_believed_by_its_ping() -> None:
     assert times.estimate_s(4, 1000.0) == 0.03
     assert times.waits_s(4) == (UNSEEN_S + 0.09, UNSEEN_S + 0.09, BATCH_TIMEOUT_S)
     assert times.pair_s(4) is None
-    assert not times.is_seen
 
 
 def test_the_estimate_follows_the_answers() -> None:
@@ -148,7 +147,7 @@ def test_what_is_refused_at_once_counts_once() -> None:
 def test_an_answer_that_nobody_waits_for_is_no_measurement() -> None:
     times = ServiceTime()
     times.answered("unknown", 4, 1000.0)
-    assert not times.is_seen
+    assert times.pair_s(4) is None
 
 
 def test_who_is_gone_is_forgotten() -> None:
@@ -156,7 +155,7 @@ def test_who_is_gone_is_forgotten() -> None:
     answer(times.of(A), 0.5, 1000.0)
     answer(times.of(B), 0.5, 1000.0)
     times.keep_only(frozenset({B}))
-    assert not times.of(A).is_seen
-    assert times.of(B).is_seen
+    assert times.of(A).pair_s(4) is None
+    assert times.of(B).pair_s(4) is not None
     times.forget(B)
-    assert not times.of(B).is_seen
+    assert times.of(B).pair_s(4) is None

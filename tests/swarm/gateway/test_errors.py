@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.errors import EngineError, ExpertUnavailable, Overloaded, UserError
+from swarm.errors import AuditFailed, EngineError, ExpertUnavailable, Overloaded, UserError
 from swarm.gateway.errors import error_answer
 
 
@@ -26,3 +26,14 @@ def test_errors_map_to_statuses_and_codes() -> None:
     for error in (EngineError("secret"), RuntimeError("secret")):
         told = error_answer(error)
         assert (told.status, told.code, told.message) == (500, "internal_error", "internal error")
+
+
+def test_a_failed_audit_names_the_last_token_that_holds() -> None:
+    told = error_answer(AuditFailed(17))
+    assert told.status == 503
+    assert told.headers() == {"Retry-After": "1"}
+    error = told.body()["error"]
+    assert error["code"] == "audit_failed"
+    assert error["last_audited_token"] == 17
+    assert "number 17" in error["message"]
+    assert "no token" in error_answer(AuditFailed(0)).body()["error"]["message"]

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from swarm.errors import UserError
-from swarm.net.addresses import format_address, is_loopback, parse_address, plain_ip, resolve
+from swarm.net.addresses import format_address, is_loopback, parse_address, resolve
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,3 @@ def test_loopback_is_known_without_asking_a_resolver(host: str) -> None:
 )
 def test_what_is_not_loopback_or_may_not_be_is_told_apart(host: str) -> None:
     assert not is_loopback(host)
-
-
-def test_an_ipv4_address_in_ipv6_clothes_is_itself() -> None:
-    assert str(plain_ip("::ffff:192.0.2.1")) == str(plain_ip("192.0.2.1")) == "192.0.2.1"
-    assert str(plain_ip("2001:db8::1")) == "2001:db8::1"
-    with pytest.raises(ValueError, match="localhost"):
-        plain_ip("localhost")

@@ -24,7 +24,6 @@ from swarm.registry.ring import (
     expert_buckets,
     is_place,
     key_of,
-    kind_at,
     places_of,
     position_of,
 )
@@ -129,7 +128,6 @@ def test_an_offer_is_also_in_the_directory_and_a_withdrawal_nowhere() -> None:
     for record in (offer, histogram, announcement(ExpertSet.of([0], [1]))):
         for model, bucket in places_of(record):
             assert is_place(model, bucket)
-            assert kind_at(bucket) is record.kind
 
 
 @pytest.mark.parametrize("place", [(MODEL, 64), (MODEL, DIRECTORY), (NO_MODEL, 0), (NO_MODEL, OFFERS), (MODEL, 0x103)])

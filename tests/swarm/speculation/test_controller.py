@@ -185,6 +185,21 @@ def test_a_step_that_is_rolled_back_is_no_judgement() -> None:
     assert controller.propose(model.text[:80], 8) == model.text[80:88]
 
 
+def test_a_drafter_that_knows_its_chances_is_told_what_is_worth_it() -> None:
+    reached = {}
+    for row_s in (0.001, 0.1):
+        model = Model(novel(200), row_s=row_s)
+
+        class Sure(Knowing):
+            least_reach = 0.0
+
+        drafter = Sure(model, lambda at: 0.8)
+        model.run(model.controller(Source("local", drafter)), 5)
+        reached[row_s] = drafter.least_reach
+    assert 0 < reached[0.001] < 0.2
+    assert 0.3 < reached[0.1] <= 1
+
+
 def test_never_more_than_there_is_room_for() -> None:
     model = Model(novel(30) * 6)
     controller = model.controller(ngram())

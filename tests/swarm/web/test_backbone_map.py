@@ -15,8 +15,9 @@ from swarm.dispatch.peer_states import PeerState, PeerView
 from swarm.gateway.access import Access
 from swarm.gateway.app import create_app
 from swarm.ids import ExpertSet, ModelId, NodeId
-from swarm.web.backbone_map import build_map, digits
+from swarm.web.backbone_map import build_map
 from swarm.web.plain_page import page
+from swarm.web.registry_map import digits
 from tests.sample_records import sample_announcement
 from tests.swarm.gateway.test_app import ScriptedGenerator
 
