@@ -23,6 +23,7 @@ from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress
 from swarm.net.endpoint import DIAL_TIMEOUT_S
+from swarm.net.paths import Path
 from swarm.wire import messages as m
 
 Answer = Callable[[NodeId, m.Request], m.Response | None]
@@ -60,6 +61,7 @@ class FakeConnection:
     def __init__(self, network: FakeNetwork, server: FakeNode, address: SocketAddress, asker: NodeId) -> None:
         self.remote = server.node_id
         self.address = address
+        self.path, self.monitor = Path(address=address), None
         self.observed_address: str | None = server.observed_address
         self.rtt_s: float | None = None
         self.error: SwarmError | None = None

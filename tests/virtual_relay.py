@@ -1,4 +1,5 @@
-"""Relays and their clients in virtual time: the real `RelayService` and `RelayClient` over links in memory. Needs tests.virtual_time.
+"""Relays and their clients in virtual time: the real `RelayService` and `RelayClient` over links in memory.
+Needs tests.virtual_time.
 
 A relay can be down, start again (and then knows nobody), or lose packets; links then behave as QUIC's do: nothing answers, and
 after LOST_AFTER_S the client's end is closed.

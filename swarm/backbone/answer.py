@@ -84,6 +84,10 @@ class Answer:
         elif self.n_tokens >= self._n_most:
             self._finish(FinishReason.LENGTH)
 
+    def reopen(self) -> None:
+        """Let it be incomplete again, until `rewind` has said what stays of it."""
+        self.finish_reason = None
+
     def rewind(self, n_tokens: int) -> None:
         """Forget all tokens but the first `n_tokens`, as if the others had never come; only while it is held."""
         assert self.is_held

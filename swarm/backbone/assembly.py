@@ -21,6 +21,7 @@ from swarm.backbone.model_drafts import DraftModel
 from swarm.backbone.own_experts import OwnExperts
 from swarm.backbone.prepared import PreparedModel, ProgressCallback, prepare_model
 from swarm.backbone.share import SERVES
+from swarm.backbone.tracing import Tracer
 from swarm.dispatch.audit import DEFAULT_TOLERANCE
 from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.dispatcher import Dispatcher
@@ -214,6 +215,7 @@ async def open_backbone(
                     config=replace(config.serving, n_draft=config.n_draft),
                     proposer=drafting,
                     audits=dispatcher.audits,
+                    tracer=Tracer(dispatcher),
                 )
                 if dispatcher.audits is not None:
                     dispatcher.audits.on_taint = backbone.taint

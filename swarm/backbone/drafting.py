@@ -13,6 +13,7 @@ from swarm.backbone.engine import Engine
 from swarm.backbone.local_drafts import LocalDrafter
 from swarm.backbone.local_experts import LocalExperts
 from swarm.backbone.model_drafts import DraftModel
+from swarm.speculation.confidence import Confidence
 from swarm.speculation.controller import Controller, Experience, Source
 from swarm.speculation.ngram import NgramDrafter
 
@@ -42,6 +43,7 @@ class Drafting:
         self._model = model
         self._has_ngram = has_ngram
         self._now = now
+        self._confidence = Confidence()  # of local experts
         self._experience: weakref.WeakKeyDictionary[Engine, Experience] = weakref.WeakKeyDictionary()
 
     def __call__(self, engine: Engine, sequence: int) -> Controller:
@@ -50,7 +52,8 @@ class Drafting:
         if self._has_ngram:
             sources.append(Source("ngram", NgramDrafter(), is_free=True))
         if self._local is not None:
-            sources.append(Source("local", LocalDrafter(engine, sequence, self._local)))
+            drafter = LocalDrafter(engine, sequence, self._local, confidence=self._confidence)
+            sources.append(Source("local", drafter))
         if self._model is not None:
             sources.append(Source("model", self._model.drafter(engine, sequence)))
         return Controller(sources, self.experience(engine), n_most=self._n_most, now=self._now)

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import numpy as np
@@ -28,6 +28,7 @@ from swarm.backbone.requests import GenerationRequest, TextDelta
 from swarm.backbone.scheduler import LiveRequest, WaitingLine
 from swarm.backbone.serving_stats import ServingStats
 from swarm.backbone.slots import choose_seat
+from swarm.backbone.tracing import RequestTrace, Tracer
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.origin import next_sequence
 from swarm.errors import AuditFailed, ConnectionLost, DeadlineExceeded, Overloaded, UserError
@@ -105,6 +106,7 @@ class Backbone:
         config: ServingConfig | None = None,
         proposer: Callable[[Engine, int], Proposer] | None = None,
         audits: Audits | None = None,
+        tracer: Tracer | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Prepare.
@@ -119,6 +121,7 @@ class Backbone:
         self._model_name = model_name
         self._proposer = proposer
         self._audits = audits
+        self._tracer = tracer
         self._now = now
         self._vocabulary = GrammarVocabulary(self._engines[0])
         self.cache = PrefixCache(self._config.cache_bytes, on_drop=self._dropped)
@@ -298,15 +301,22 @@ class Backbone:
         self, prompt: list[int], request: GenerationRequest, drawer: Drawer, began_at: float
     ) -> AsyncGenerator[TextDelta, None]:
         job: Job | None = None
+        trace: RequestTrace | None = None
+        came_ns = time.monotonic_ns() - round((self._now() - began_at) * 1e9)
         try:
             if self._holders.missing():
                 await self._holders.wait_complete(COVER_WAIT_S)
             job = self._seat(prompt, request, drawer, began_at)
+            if request.is_traced and self._tracer is not None:
+                trace = self._tracer.open(job.live.origin, came_ns)
             with self._deadline(job):
                 async for delta in self._read(job):
-                    yield delta
+                    is_last = delta.finish_reason is not None
+                    yield replace(delta, trace=trace.as_json()) if is_last and trace is not None else delta
             logger.info("answered %d + %d tokens in %.2f s", len(prompt), job.answer.n_tokens, self._now() - began_at)
         finally:
+            if trace is not None and job is not None and self._tracer is not None:
+                self._tracer.close(job.live.origin)
             if job is None:
                 drawer.close()
                 self._free_slots.release()
@@ -354,8 +364,8 @@ class Backbone:
             if self._audits is None or answer.finish_reason is None:
                 break
             await self._audits.settle(job.live.origin, AUDIT_WAIT_S)
-            if answer.finish_reason is not None and job.live.rewind_to is None:
-                break
+            if answer.finish_reason is not None:
+                break  # else it is computed anew, from some place on
         while (delta := await answer.read()) is not None:
             yield delta
 

@@ -204,6 +204,10 @@ class Lane:
     def rewind(self, job: Job, position: int) -> None:
         """Let a job be computed anew from a position on, if it can."""
         live = job.live
+        if position >= live.n_computed and live.origin not in self._step:
+            self._events.rewound(job)  # nothing of it was computed yet
+            return
+        job.answer.reopen()
         live.rewind_to = position if live.rewind_to is None else min(position, live.rewind_to)
         self._changed.set()
 
@@ -246,10 +250,10 @@ class Lane:
             n_kept, state = await self._alone(job, lambda seat=seat, n=n_kept: self._fill(seat, n))  # type: ignore[misc]
             if state is not None:
                 self._events.offer(old_tokens, old_origin, state)
+            live.n_computed = n_kept
             self._events.adopted(job, source.origin if source is not None and n_kept else 0, n_kept)
             self._events.replaced(old_origin)
             seat.slot.origin = live.origin
-            live.n_computed = n_kept
             if live.is_gone:  # its client went meanwhile
                 self._free(job)
             else:

@@ -2,8 +2,9 @@
 
     propose: token after token on the sequence's own KV cache, greedily -> the cache is put back -> the drafts
 
-A draft ends early where the model, so maimed, is not sure itself: what it gives its best tokens, multiplied, stands for how likely
-the real model says all of them. How little is enough is the controller's to say, by what a token brings and costs.
+A draft ends early where it is not likely enough that the real model says all of it: by the probability that the model, so
+maimed, gives its own tokens, and by what such probabilities were worth before (`Confidence`). How little is enough is the
+controller's to say, by what a token brings and costs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from swarm.backbone.engine import Engine
 from swarm.backbone.local_experts import DraftExperts, LocalExperts
 from swarm.errors import SwarmError
+from swarm.speculation.confidence import Confidence
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,15 @@ class LocalDrafter:
         least_reach: a token is drafted while it and those before it are together at least so likely.
     """
 
-    def __init__(self, engine: Engine, sequence: int, local: LocalExperts, *, least_reach: float = LEAST_REACH) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        sequence: int,
+        local: LocalExperts,
+        *,
+        confidence: Confidence | None = None,
+        least_reach: float = LEAST_REACH,
+    ) -> None:
         self.is_usable = True
         self.least_reach = least_reach
         self._engine = engine
@@ -39,6 +49,12 @@ class LocalDrafter:
         self._local = local
         self._experts = DraftExperts(local)
         self._can_forget = False  # not known yet
+        self._confidence = confidence if confidence is not None else Confidence()
+        self._latest: tuple[int, list[int], list[float]] = (
+            0,
+            [],
+            [],
+        )  # where a draft began, its tokens, their probabilities
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """Return up to `n` tokens; none while a layer keeps fewer experts than a token uses.
@@ -48,26 +64,42 @@ class LocalDrafter:
         Raises:
             SwarmError: the cache could not be put back.
         """
+        self._learn(tokens)
         context, at = self._engine.context, len(tokens) - 1
         n = min(n, context.n_ctx - len(tokens))
         if n < 1 or not self.is_usable or not self._local.can_draft:
             return []
         state = None if self._can_forget else context.save(self._sequence)
         drafts: list[int] = []
+        probabilities: list[float] = []
         try:
             token, reach = tokens[-1], 1.0
             for position in range(at, at + n):
                 row = self._engine.draft_row(token, position, self._sequence, self._experts, self._experts.left_out)
                 token = int(row.argmax())
-                reach *= _probability(row, token)
+                probability = _probability(row, token)
+                reach *= self._confidence.acceptance(probability)
                 if reach < self.least_reach or self._engine.model.is_end_of_generation(token):
                     break
                 drafts.append(token)
+                probabilities.append(probability)
         except SwarmError as error:
             logger.warning("no draft: %s", error)
             drafts = []
+        self._latest = len(tokens), drafts, probabilities[: len(drafts)]
         self._put_back(at, state)
         return drafts if self.is_usable else []
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        """Learn from what became of the latest draft."""
+        start, drafts, probabilities = self._latest
+        self._latest = 0, [], []
+        for at, (token, probability) in enumerate(zip(drafts, probabilities, strict=True), start):
+            if at >= len(tokens):
+                return
+            self._confidence.learn(probability, tokens[at] == token)
+            if tokens[at] != token:
+                return
 
     def _put_back(self, at: int, state: npt.NDArray[np.uint8] | None) -> None:
         context = self._engine.context

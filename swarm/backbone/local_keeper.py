@@ -65,7 +65,11 @@ class LocalBudget:
 
 
 class LocalKeeper:
-    """The one owner of a backbone's `LocalExperts`."""
+    """The one owner of a backbone's `LocalExperts`.
+
+    Attributes:
+        is_held: change nothing any more: for measurements.
+    """
 
     def __init__(
         self,
@@ -95,6 +99,7 @@ class LocalKeeper:
         self._path = state / f"popularity-{manifest.model_id}.json"
         self._now = now
         self._fetch = fetch
+        self.is_held = False
         self._is_chosen = False  # by popularity
         self._has_failed = False
         self._restore()
@@ -119,14 +124,17 @@ class LocalKeeper:
         Raises:
             SwarmError: blocks cannot be had, or memory is short.
         """
+        if self.is_held:
+            return False
         self._popularity.fade(self._now())
         is_known = self._popularity.n_tokens >= FIRST_TOKENS
         if not is_known and (self._fetch is not None or self._local.experts.by_layer):
             return False
-        counts, layers, kept = self._popularity.counts, self._popularity.layers, self._local.experts
+        # By what experts add to the output, not only by how often: more drafted tokens are accepted (docs/speculation.md).
+        mass, layers, kept = self._popularity.mass, self._popularity.layers, self._local.experts
         spec = self._manifest.spec
         better = choose_local(
-            counts if is_known else counts * 0.0,
+            mass if is_known else mass * 0.0,
             layers,
             [spec.block_size_bytes(layer) for layer in layers],
             self._budget_bytes,
@@ -134,7 +142,7 @@ class LocalKeeper:
             kept=kept,
         )
         is_first, self._is_chosen = is_known and not self._is_chosen, is_known
-        if better == kept or not (is_first or not kept.by_layer or is_change_worthwhile(counts, layers, kept, better)):
+        if better == kept or not (is_first or not kept.by_layer or is_change_worthwhile(mass, layers, kept, better)):
             return False
         if self._fetch is not None:
             await self._fetch(better)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,7 @@ class GenerationRequest:
         grammar: what the answer must look like; None: anything.
         n_logprobs: tell each token's log probability, and those of this many likeliest; None tells none.
         is_stream: False: nothing is read before the answer is complete, so until then it can be computed anew.
+        is_traced: tell with the last delta where the time went.
         shows_special: write control tokens in the answer as text too, for whoever reads calls of tools from it.
     """
 
@@ -87,6 +88,7 @@ class GenerationRequest:
     n_logprobs: int | None = None
     shows_special: bool = False
     is_stream: bool = True
+    is_traced: bool = False
 
 
 class FinishReason(StrEnum):
@@ -119,6 +121,7 @@ class TextDelta:
         finish_reason: set on the last delta only.
         logprobs: of the tokens drawn since the delta before, if asked for. Their text may be in a later delta, or, after a
             stop text, in none.
+        trace: with the last delta, if asked for: see `swarm.backbone.tracing`.
     """
 
     text: str
@@ -126,6 +129,7 @@ class TextDelta:
     n_completion_tokens: int
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    trace: dict[str, Any] | None = None
 
 
 class TextGenerator(Protocol):

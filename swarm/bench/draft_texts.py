@@ -19,7 +19,7 @@ from swarm.speculation.ngram import NgramDrafter
 
 KINDS = ("copy", "novel", "adversarial")
 EDIT_EVERY = 40  # tokens of a copy between two edits; guessed
-N_ALPHABET = 12  # tokens of an adversarial text: few, so that every pair was seen before
+N_ALPHABET = 10  # tokens of an adversarial text: few, so that every pair was seen before
 COPY_TOKENS = 120
 NOVEL_PROMPT = 120
 NOVEL_TOKENS = 24
@@ -45,16 +45,16 @@ class Piece:
     n_turn: int = 0
 
 
-def copy_pieces(text: Sequence[int], n_pieces: int, seed: int = 0) -> list[Piece]:
-    """Return texts to be copied with edits, from all over `text`.
+def copy_pieces(text: Sequence[int], n_pieces: int, seed: int = 0, *, n_tokens: int = COPY_TOKENS) -> list[Piece]:
+    """Return texts of `n_tokens` to be copied with edits, from all over `text`.
 
     Raises:
         UserError: the text is too short.
     """
     rng = np.random.default_rng(seed)
     pieces = []
-    for start in _starts(len(text), n_pieces, COPY_TOKENS):
-        source = list(text[start : start + COPY_TOKENS])
+    for start in _starts(len(text), n_pieces, n_tokens):
+        source = list(text[start : start + n_tokens])
         target = list(source)
         for at in range(EDIT_EVERY // 2, len(target), EDIT_EVERY):
             target[at] = int(text[int(rng.integers(len(text)))])
@@ -62,15 +62,17 @@ def copy_pieces(text: Sequence[int], n_pieces: int, seed: int = 0) -> list[Piece
     return pieces
 
 
-def novel_pieces(text: Sequence[int], n_pieces: int) -> list[Piece]:
+def novel_pieces(text: Sequence[int], n_pieces: int, *, n_tokens: int = NOVEL_TOKENS) -> list[Piece]:
     """Return contexts from all over `text`; raises UserError where it is too short."""
     return [
-        Piece(prompt=tuple(text[start : start + NOVEL_PROMPT]), target=None, n_tokens=NOVEL_TOKENS)
+        Piece(prompt=tuple(text[start : start + NOVEL_PROMPT]), target=None, n_tokens=n_tokens)
         for start in _starts(len(text), n_pieces, NOVEL_PROMPT)
     ]
 
 
-def adversarial_pieces(vocabulary: Sequence[int], n_pieces: int, seed: int = 0) -> list[Piece]:
+def adversarial_pieces(
+    vocabulary: Sequence[int], n_pieces: int, seed: int = 0, *, n_tokens: int = ADVERSARIAL_TOKENS
+) -> list[Piece]:
     """Return texts that drafts fail at, and that go on into a copy of their beginning."""
     pieces = []
     for number in range(n_pieces):
@@ -78,7 +80,7 @@ def adversarial_pieces(vocabulary: Sequence[int], n_pieces: int, seed: int = 0) 
         alphabet = rng.choice(np.asarray(vocabulary), N_ALPHABET, replace=False)
         drafter = NgramDrafter()
         tokens: list[int] = []
-        while len(tokens) < ADVERSARIAL_PROMPT + ADVERSARIAL_TOKENS:
+        while len(tokens) < ADVERSARIAL_PROMPT + n_tokens:
             drafted = drafter.draft(1)
             token = int(rng.choice(alphabet[~np.isin(alphabet, drafted)]))
             tokens.append(token)

@@ -215,6 +215,7 @@ async def _federation(
                 model=str(options.model),
                 wire=str(options.wire),
                 port=port,
+                phase=options.phases[index].value,
                 n_streams=options.n_streams[index],
                 n_prompt_tokens=options.n_prompt_tokens,
             )

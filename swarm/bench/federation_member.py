@@ -29,7 +29,7 @@ from swarm.wire.rows import parse_wire
 
 COVER_TIMEOUT_S = 60.0
 N_PROMPT = 16  # tokens before those that are decoded
-N_DECODED = 64  # tokens of one answer; then another begins
+N_DECODED = 1500  # tokens of one answer; then another begins
 SEED = 1
 
 
@@ -47,6 +47,7 @@ class MemberOptions:
     model: str
     wire: str
     port: int
+    phase: str
     n_streams: int
     n_prompt_tokens: int
 
@@ -104,47 +105,59 @@ async def _engines(options: MemberOptions) -> AsyncIterator[list[Engine]]:
             yield engines
 
 
-async def _work(engine: Engine, job: Job, n_prompt_tokens: int, seed: int) -> list[Step]:
-    """Do a job on one engine; the last step ends after its time is over."""
-    steps: list[Step] = []
-    rng = np.random.default_rng(seed)
+class _Stream:
+    """One sequence, or one prompt after another, on an engine of its own."""
 
-    def prompt(n_tokens: int) -> list[int]:
-        return [int(token) for token in rng.integers(1, engine.model.n_vocab, n_tokens)]
+    def __init__(self, engine: Engine, n_prompt_tokens: int, seed: int) -> None:
+        self._engine = engine
+        self._n_prompt_tokens = n_prompt_tokens
+        self._rng = np.random.default_rng(seed)
+        self._answer: Continuation | None = None
+        self._n_left = 0
 
-    def note(n_tokens: int, began: float) -> None:
-        steps.append(Step(n_tokens=n_tokens, began=began, ended=time.monotonic()))
+    async def prepare(self, phase: str) -> None:
+        """Compute the prompt of what is decoded, unless an answer is under way."""
+        if phase == "decode" and not self._n_left:
+            self._answer = await self._prompted(N_PROMPT)
+            await self._answer.first()
+            self._n_left = N_DECODED
 
-    while time.monotonic() < job.until:
-        continuation = Continuation(
-            engine, lambda row: int(engine.context.logits(row).argmax()), n_batch=max(512, n_prompt_tokens)
-        )
-        tokens = prompt(n_prompt_tokens if job.phase == "prefill" else N_PROMPT)
-        began = time.monotonic()
-        await continuation.start(tokens)
-        if job.phase == "prefill":
-            note(len(tokens), began)
-            continue
-        await continuation.first()
-        for _ in range(N_DECODED - 1):
-            if time.monotonic() >= job.until:
-                break
+    async def work(self, job: Job) -> list[Step]:
+        """Do a job; its last step ends after its time is over."""
+        steps: list[Step] = []
+        while time.monotonic() < job.until:
             began = time.monotonic()
-            note(len(await continuation.step(1)), began)
-    return steps
+            if job.phase == "prefill":
+                await self._prompted(self._n_prompt_tokens)
+                self._answer, self._n_left = None, 0  # the engine's cache holds the prompt now
+                n_tokens = self._n_prompt_tokens
+            else:
+                await self.prepare("decode")
+                assert self._answer is not None
+                n_tokens = len(await self._answer.step(1))
+                self._n_left -= 1
+            steps.append(Step(n_tokens=n_tokens, began=began, ended=time.monotonic()))
+        return steps
+
+    async def _prompted(self, n_tokens: int) -> Continuation:
+        engine = self._engine
+        continuation = Continuation(
+            engine, lambda row: int(engine.context.logits(row).argmax()), n_batch=max(512, self._n_prompt_tokens)
+        )
+        await continuation.start([int(token) for token in self._rng.integers(1, engine.model.n_vocab, n_tokens)])
+        return continuation
 
 
 async def _serve(options: MemberOptions) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with _engines(options) as engines:
+        streams = [_Stream(engine, options.n_prompt_tokens, SEED + index) for index, engine in enumerate(engines)]
+        await asyncio.gather(*(stream.prepare(options.phase) for stream in streams))
         print(json.dumps({"event": "ready"}), flush=True)
         while line := await reader.readline():
             job = Job(**json.loads(line))
-            found = await asyncio.gather(
-                *(_work(engine, job, options.n_prompt_tokens, SEED + index) for index, engine in enumerate(engines)),
-                return_exceptions=True,
-            )
+            found = await asyncio.gather(*(stream.work(job) for stream in streams), return_exceptions=True)
             steps = [asdict(step) for each in found if isinstance(each, list) for step in each]
             errors = [str(each) for each in found if isinstance(each, SwarmError)]
             for each in found:

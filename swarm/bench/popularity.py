@@ -212,9 +212,11 @@ async def open_local(
     running = await stack.enter_async_context(open_backbone(config, Identity.generate()))
     await running.holders.wait_complete(LOAD_TIMEOUT_S)
     assert running.local is not None
+    assert running.keeper is not None
     async with asyncio.timeout(LOAD_TIMEOUT_S):
         while running.local.n_bytes + max(map(spec.block_size_bytes, spec.moe_layers)) <= size_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    running.keeper.is_held = True
     return running
 
 

@@ -27,7 +27,10 @@ from swarm.backbone.drafting import Drafting
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.model_drafts import DraftModel
 from swarm.bench.draft_texts import (
+    ADVERSARIAL_TOKENS,
+    COPY_TOKENS,
     KINDS,
+    NOVEL_TOKENS,
     TURN_SETTLED,
     Piece,
     adversarial_pieces,
@@ -61,6 +64,7 @@ class SpeculationOptions:
         local_share: of the model's experts, by bytes, that the backbone keeps; 0: none.
         forced_acceptance: None: real drafts.
         n_pieces: texts, each written with drafts and without.
+        n_tokens: of each text; None: as its kind has it.
     """
 
     model: Path
@@ -74,6 +78,7 @@ class SpeculationOptions:
     draft_model: Path | None = None
     forced_acceptance: float | None = None
     n_pieces: int = 8
+    n_tokens: int | None = None
     n_peers: int = 3
     seed: int = 0
 
@@ -199,12 +204,13 @@ def _drafter(
 
 
 def _pieces(options: SpeculationOptions, text: list[int]) -> list[Piece]:
-    second_half = text[len(text) // 2 :]
+    second_half, n_tokens = text[len(text) // 2 :], options.n_tokens
     if options.text == "copy":
-        return copy_pieces(second_half, options.n_pieces, options.seed)
+        return copy_pieces(second_half, options.n_pieces, options.seed, n_tokens=n_tokens or COPY_TOKENS)
     if options.text == "novel":
-        return novel_pieces(second_half, options.n_pieces)
-    return adversarial_pieces(sorted(set(text)), options.n_pieces, options.seed)
+        return novel_pieces(second_half, options.n_pieces, n_tokens=n_tokens or NOVEL_TOKENS)
+    n_tokens = n_tokens or ADVERSARIAL_TOKENS
+    return adversarial_pieces(sorted(set(text)), options.n_pieces, options.seed, n_tokens=n_tokens)
 
 
 async def _write(running: RunningBackbone, piece: Piece, n_draft: int, drafter: Drafter | None) -> _Run:

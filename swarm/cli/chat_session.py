@@ -16,7 +16,9 @@ from swarm.errors import NetworkError, SwarmError, UserError
 CONNECT_TIMEOUT_S = 10.0
 # Between two pieces of an answer; a long prompt is computed before the first. As long as the gateway's own line (guessed).
 READ_TIMEOUT_S = 330.0
-MAX_EVENT_BYTES = 1 << 20  # of one server-sent event; an answer's pieces are a few hundred bytes
+MAX_EVENT_BYTES = (
+    8 << 20
+)  # of one server-sent event; an answer's pieces are a few hundred bytes, a trace may have 1.5 MB
 MAX_TOLD_CHARS = 500  # of an error that is no JSON
 
 
@@ -49,6 +51,8 @@ class ChatSession:
         url: of the API, ending in /v1.
         model: empty asks for whatever is served.
         options: more of the request's body, such as temperature.
+        headers: more of the request's.
+        trace: where the last answer's time went, if a header asked for it (X-Swarm-Trace).
     """
 
     url: str
@@ -57,10 +61,12 @@ class ChatSession:
     options: dict[str, Any] = field(default_factory=dict)
     turns: list[dict[str, str]] = field(default_factory=list)
     last: AnswerStats = field(default_factory=AnswerStats)
+    headers: dict[str, str] = field(default_factory=dict)
+    trace: dict[str, Any] | None = None
     _http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        headers = self.headers | ({"Authorization": f"Bearer {self.api_key}"} if self.api_key else {})
         timeout = aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
         self._http = aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=MAX_EVENT_BYTES)
         return self
@@ -106,6 +112,7 @@ class ChatSession:
             ):
                 async for event in events:
                     piece = _take(event, stats)
+                    self.trace = event.get("swarm_trace", self.trace)
                     if piece and not pieces:
                         stats.first_piece_s = time.monotonic() - started
                     if piece:

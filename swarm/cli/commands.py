@@ -19,6 +19,7 @@ COMMANDS = {
     "join": ("swarm.cli.join", "join"),
     "serve": ("swarm.cli.serve", "serve"),
     "chat": ("swarm.cli.chat", "chat"),
+    "trace": ("swarm.cli.trace", "trace"),
     "relay": ("swarm.cli.relay", "relay"),
     "peers": ("swarm.cli.peers", "peers"),
     "plan": ("swarm.cli.plan", "plan"),

@@ -43,7 +43,7 @@ DraftOption = Annotated[
         "--draft",
         min=0,
         max=64,
-        help="Most tokens that a step drafts by prompt lookup, all verified in one round trip a layer; 0: no drafts.",
+        help="Most tokens that a step drafts, where that pays, all verified in one round trip a layer; 0: no drafts.",
     ),
 ]
 NameOption = Annotated[

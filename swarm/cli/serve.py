@@ -109,6 +109,14 @@ def serve(
     request_timeout: RequestTimeoutOption = None,
     drain: DrainOption = DEFAULT_DRAIN,
     draft: DraftOption = 0,
+    draft_model: Annotated[
+        Path | None,
+        typer.Option(
+            "--draft-model",
+            metavar="FILE",
+            help="A smaller GGUF model with the same vocabulary, which drafts too; goes with --draft.",
+        ),
+    ] = None,
     registry: RegistryOption = DEFAULT_REGISTRY,
     threads: ThreadsOption = 1,
     host: HostOption = "0.0.0.0",
@@ -194,6 +202,8 @@ def serve(
         drain=drain,
     )
     budget = parse_local_experts(local_experts)
+    if draft_model is not None and not (draft and draft_model.is_file()):
+        raise UserError("--draft-model needs a GGUF file, and --draft N, for example --draft 8")
     audit_share = parse_share(audit)
     advertised = settle_advertise(advertise)
     tame_openmp()
@@ -226,6 +236,7 @@ def serve(
                     n_lanes=serving.n_lanes,
                     serving=serving.config,
                     n_draft=draft,
+                    draft_model=draft_model,
                     last_resort=last_resort,
                     allowed_peers=allowed_peers,
                     shares_histogram=histogram,

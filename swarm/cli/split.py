@@ -178,7 +178,7 @@ def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Con
         if not config.force:
             raise UserError(f"file is already there: {path}; give --force to overwrite it, or another --out")
     config.out.mkdir(parents=True, exist_ok=True)
-    needed = sum(plan.size_bytes for *_, plan in plans) + len(manifest.to_bytes())
+    needed = sum(plan.disk_bytes for *_, plan in plans) + len(manifest.to_bytes())
     free = shutil.disk_usage(config.out).free
     if needed > free:
         raise UserError(f"not enough space in {config.out}: got {decimal(free)} free, expected {decimal(needed)}")

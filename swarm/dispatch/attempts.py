@@ -58,6 +58,7 @@ class Order:
     overdue_at: float = math.inf
     deadline: float = math.inf
     resume_at: float = math.inf  # when to ask a peer again that was busy; not under way until then
+    answered_ns: int = 0  # of `time.monotonic_ns`, for traces
     is_answered: bool = False
     is_over: bool = False  # answered, failed, or no longer of use
 

@@ -49,6 +49,17 @@ MAX_MAGNITUDE = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSpan:
+    """One answer of a layer; `queue_s`, `compute_s`: what the peer says of itself."""
+
+    node: NodeId
+    n_rows: int
+    answered_ns: int
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpan:
     """One layer's dispatch, stage by stage; nanoseconds of `time.monotonic_ns`.
 
@@ -56,6 +67,8 @@ class LayerSpan:
         began_ns, planned_ns, returned_ns, ended_ns: the call; batches packed, about to leave; all answers there; combined.
         compute_s, queue_s: of the batch that computed longest; what peers say of themselves, so it may be wrong.
         n_batches: requests sent; more than destinations where batches were cut into chunks.
+        sequences: whose rows they are, where that is known.
+        batches: the answers that made up the layer.
     """
 
     layer: int
@@ -68,6 +81,8 @@ class LayerSpan:
     ended_ns: int
     compute_s: float
     queue_s: float
+    sequences: tuple[int, ...] = ()
+    batches: tuple[BatchSpan, ...] = ()
 
 
 @dataclass(slots=True)
@@ -168,7 +183,7 @@ class Dispatcher:
         """
         began_ns = time.monotonic_ns()
         n_tokens, n_used = topk_ids.shape
-        self.popularity.add(layer, topk_ids)  # before it can fail: what nobody holds is wanted, too
+        self.popularity.add(layer, topk_ids, topk_weights)  # before it can fail: what nobody holds is wanted, too
         batches = self._plan(layer, topk_ids, topk_weights, origin)
         n_destinations = sum(batch.destination != HERE for batch in batches)
         codec = self._rows_codec(layer)
@@ -209,6 +224,17 @@ class Dispatcher:
                     ended_ns=ended_ns,
                     compute_s=slowest.compute_us / 1e6,
                     queue_s=slowest.queue_us / 1e6,
+                    sequences=() if origin is None else tuple(origin.firsts()),
+                    batches=tuple(
+                        BatchSpan(
+                            node=order.node,
+                            n_rows=order.batch.n_rows,
+                            answered_ns=order.answered_ns,
+                            queue_s=result.queue_us / 1e6,
+                            compute_s=result.compute_us / 1e6,
+                        )
+                        for order, result in answers
+                    ),
                 )
             )
         return combined

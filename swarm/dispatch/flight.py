@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -145,6 +146,7 @@ class Flight:
         if self._landed.done():
             return
         self._results[order] = result
+        order.answered_ns = time.monotonic_ns()
         attempts.answered(order)
         if attempts.is_done:
             self._landed.set_result(None)

@@ -28,16 +28,25 @@ class Popularity:
         self._row_of = {layer: row for row, layer in enumerate(self.layers)}
         self._n_expert = n_expert
         self._counts = np.zeros((len(self.layers), n_expert))  # [L, E]
+        self._mass = np.zeros((len(self.layers), n_expert))  # [L, E]
         self._n_tokens = np.zeros(len(self.layers))  # [L]
         self._weight_s = 0.0  # the seconds that went by, faded like the counts
         self._faded_at = now
 
-    def add(self, layer: int, topk_ids: npt.NDArray[np.integer]) -> None:
-        """Count the router's choice for some tokens, [T, K]; of a layer without experts nothing."""
+    def add(
+        self, layer: int, topk_ids: npt.NDArray[np.integer], topk_weights: npt.NDArray[np.float32] | None = None
+    ) -> None:
+        """Count the router's choice for some tokens, ids and weights [T, K]; of a layer without experts nothing."""
         row = self._row_of.get(layer)
         if row is None:
             return
-        self._counts[row] += np.bincount(topk_ids.ravel(), minlength=self._n_expert)
+        ids = topk_ids.ravel()
+        counts = np.bincount(ids, minlength=self._n_expert)
+        self._counts[row] += counts
+        if topk_weights is None:
+            self._mass[row] += counts
+        else:
+            self._mass[row] += np.bincount(ids, weights=np.abs(topk_weights).ravel(), minlength=self._n_expert)
         self._n_tokens[row] += len(topk_ids)
 
     def fade(self, now: float) -> None:
@@ -46,6 +55,7 @@ class Popularity:
         factor = 0.5 ** (past_s / HALF_LIFE_S)
         mean_life_s = HALF_LIFE_S / math.log(2)
         self._counts *= factor
+        self._mass *= factor
         self._n_tokens *= factor
         self._weight_s = mean_life_s + (self._weight_s - mean_life_s) * factor
         self._faded_at = now
@@ -55,6 +65,7 @@ class Popularity:
         known = {
             "layers": self.layers,
             "counts": np.round(self._counts, 3).tolist(),
+            "mass": np.round(self._mass, 4).tolist(),
             "n_tokens": np.round(self._n_tokens, 3).tolist(),
             "window_s": round(self._weight_s, 3),
         }
@@ -65,16 +76,21 @@ class Popularity:
         try:
             known: dict[str, Any] = json.loads(data)
             counts = np.asarray(known["counts"], np.float64)
+            mass = np.asarray(known["mass"], np.float64)
             n_tokens = np.asarray(known["n_tokens"], np.float64)
             window_s = float(known["window_s"])
             layers = tuple(known["layers"])
         except (ValueError, TypeError, KeyError, RecursionError):
             return False
-        if layers != self.layers or counts.shape != self._counts.shape or n_tokens.shape != self._n_tokens.shape:
+        if layers != self.layers or any(each.shape != self._counts.shape for each in (counts, mass)):
             return False
-        if not all(np.isfinite(each).all() and np.min(each) >= 0 for each in (counts, n_tokens, np.float64(window_s))):
+        if n_tokens.shape != self._n_tokens.shape:
+            return False
+        found = (counts, mass, n_tokens, np.float64(window_s))
+        if not all(np.isfinite(each).all() and np.min(each) >= 0 for each in found):
             return False
         self._counts += counts
+        self._mass += mass
         self._n_tokens += n_tokens
         self._weight_s += window_s
         return True
@@ -83,6 +99,11 @@ class Popularity:
     def counts(self) -> npt.NDArray[np.float64]:
         """Pairs of each expert, [L, E], L in the order of `layers`; a copy."""
         return self._counts.copy()
+
+    @property
+    def mass(self) -> npt.NDArray[np.float64]:
+        """The router's weights of each expert, summed, [L, E]: how much of the layers' output it is; a copy."""
+        return self._mass.copy()
 
     @property
     def n_tokens(self) -> float:

@@ -112,7 +112,8 @@ class Answer:
         return {**self._object(kind, choices), **({"usage": None} if self.has_usage else {})}
 
     def _counts(self, kind: str, choices: Sequence[Choice]) -> list[Json]:
-        return [{**self._object(kind, []), "usage": usage_of(choices)}] if self.has_usage else []
+        last = {**({"usage": usage_of(choices)} if self.has_usage else {}), **_trace_of(choices)}
+        return [{**self._object(kind, []), **last}] if last else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +131,7 @@ class ChatAnswer(Answer):
             }
             for choice in choices
         ]
-        return {**self._object("chat.completion", shaped), "usage": usage_of(choices)}
+        return {**self._object("chat.completion", shaped), "usage": usage_of(choices), **_trace_of(choices)}
 
     def opening(self, choice: Choice) -> list[Json]:
         """Return the chunks that come before an answer's first text."""
@@ -192,7 +193,7 @@ class CompletionAnswer(Answer):
             }
             for choice in choices
         ]
-        return {**self._object("text_completion", shaped), "usage": usage_of(choices)}
+        return {**self._object("text_completion", shaped), "usage": usage_of(choices), **_trace_of(choices)}
 
     def opening(self, choice: Choice) -> list[Json]:
         """Return the chunks that come before an answer's first text."""
@@ -210,6 +211,12 @@ class CompletionAnswer(Answer):
     def end(self, choices: Sequence[Choice]) -> list[Json]:
         """Return the chunks that come after all answers."""
         return self._counts("text_completion", choices)
+
+
+def _trace_of(choices: Sequence[Choice]) -> Json:
+    """Return where the first answer's time went, if that was asked for; a field of ours beside OpenAI's."""
+    traces = (choice.last.trace for choice in choices if choice.last is not None and choice.last.trace is not None)
+    return {"swarm_trace": trace} if (trace := next(traces, None)) is not None else {}
 
 
 def _text(piece: bytes) -> str:

@@ -191,7 +191,10 @@ class _Gateway:
         choices = [
             Choice(index=index, reader=CallReader(tools, form) if tools.tools else None) for index in range(call.n)
         ]
-        generations = [call.generation(prompt, index=index, grammar=grammar) for index in range(call.n)]
+        generations = [
+            call.generation(prompt, index=index, grammar=grammar, is_traced=_is_traced(request))
+            for index in range(call.n)
+        ]
         return await self._answer(request, call, generations, choices, answer)
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
@@ -205,7 +208,7 @@ class _Gateway:
             echo=echo,
         )
         choices = [Choice(index=index, offset=len(echo)) for index in range(call.n)]
-        generations = [call.generation(prompt, index=index) for index in range(call.n)]
+        generations = [call.generation(prompt, index=index, is_traced=_is_traced(request)) for index in range(call.n)]
         return await self._answer(request, call, generations, choices, answer)
 
     async def _read(self, request: web.Request) -> object:
@@ -299,6 +302,11 @@ class _Gateway:
             with contextlib.suppress(_ClientGone):
                 await send(_encode(_tell(error).body()))
         return response
+
+
+def _is_traced(request: web.Request) -> bool:
+    """Return whether the client wants to know where the time went (`swarm trace`)."""
+    return request.headers.get("X-Swarm-Trace", "") == "1"
 
 
 async def _next(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:

@@ -100,13 +100,19 @@ class Call:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
 
     def generation(
-        self, prompt: str | tuple[int, ...], *, index: int = 0, grammar: Grammar | None = None
+        self,
+        prompt: str | tuple[int, ...],
+        *,
+        index: int = 0,
+        grammar: Grammar | None = None,
+        is_traced: bool = False,
     ) -> GenerationRequest:
         """Return the request for the engine. Special tokens written in a prompt count as such, as in llama.cpp.
 
         Args:
             index: of the `n` answers; each has its own seed.
             grammar: in place of the call's own.
+            is_traced: tell where the time went; of the first answer.
         """
         sampling = self.sampling
         if index and sampling.seed is not None:
@@ -120,6 +126,7 @@ class Call:
             grammar=grammar or self.grammar,
             n_logprobs=self.n_logprobs,
             shows_special=bool(self.tools.tools),
+            is_traced=is_traced and index == 0,
             is_stream=self.is_stream,
         )
 

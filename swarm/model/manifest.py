@@ -32,6 +32,8 @@ from swarm.model.gguf_file import (
     TensorInfo,
 )
 from swarm.model.spec import (
+    EXPERT_TENSOR,
+    IGNORED_TENSOR,
     ModelSpec,
     is_expert_tensor,
     read_spec,
@@ -77,7 +79,8 @@ class Manifest:
         if len(names) > MAX_TENSORS or names != sorted(set(names)):
             raise ValueError("tensors are too many, or not in name order")
         experts = {tensor for tensor in self.tensors if is_expert_tensor(tensor.name)}
-        if not experts.issuperset(tensor.info for tensors in self.spec.tensors_by_layer for tensor in tensors):
+        served = {tensor.info for tensors in self.spec.tensors_by_layer for tensor in tensors}
+        if not served <= experts or any(not self._is_unused(tensor.name) for tensor in experts - served):
             raise ValueError("expert tensors of the list and of the spec differ")
         for tensor in self.tensors:
             _check_tensor(tensor)
@@ -89,6 +92,13 @@ class Manifest:
         if any(len(h) != HASH_BYTES for hs in (*self.block_hashes.values(), (self.backbone_hash,)) for h in hs):
             raise ValueError(f"a hash has a wrong length, expected {HASH_BYTES} bytes")
         object.__setattr__(self, "_encoded", json.dumps(self._plain(), **CANONICAL).encode())
+
+    def _is_unused(self, name: str) -> bool:
+        """Return whether an expert tensor is of use to nobody: of a layer that predicts further tokens, or in no graph."""
+        match = EXPERT_TENSOR.fullmatch(name)
+        if match is None:
+            return IGNORED_TENSOR.fullmatch(name) is not None
+        return int(match[1]) < self.spec.n_layers and int(match[1]) not in self.spec.moe_layers
 
     def _plain(self) -> dict[str, Any]:
         return {

@@ -84,6 +84,13 @@ class FilePlan:
         """The size of the file to come."""
         return len(self.header) + sum(padded(tensor.size_bytes, self.alignment) for tensor, _ in self.tensors)
 
+    @property
+    def disk_bytes(self) -> int:
+        """How much of it takes space on the disk, where holes take none."""
+        return self.size_bytes - sum(
+            piece.size_bytes for _, pieces in self.tensors for piece in pieces if piece.source is None
+        )
+
 
 def plan_backbone(file: GgufFile, manifest: Manifest) -> FilePlan:
     """Return the plan of `backbone.gguf`: the whole file with stubs for experts, all zeros.

@@ -415,7 +415,7 @@ class LlamaContext:
     def remove(self, sequence: int, from_position: int) -> bool:
         """Forget the sequence's tokens from this position on; return False if this kind of memory cannot.
 
-        A recurrent memory can forget all, or its latest step as a whole (`checkpoints`).
+        A recurrent memory can forget all, or its latest step as a whole (`swarm.native.checkpoints`).
         """
         handle = self.handle
         self._check_sequence(sequence)
@@ -424,7 +424,8 @@ class LlamaContext:
         if self._checkpoints is not None:
             if not is_done and self._checkpoints.restore(handle, sequence, position):
                 is_done = bool(llama().memory_remove(self._memory, sequence, position, -1))
-            self._checkpoints.forget(sequence)
+            if is_done:
+                self._checkpoints.forget(sequence)
         return is_done
 
     def copy(self, sequence: int, to: int, n_tokens: int) -> None:

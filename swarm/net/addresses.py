@@ -65,7 +65,7 @@ def socket_address(address: Any) -> tuple[str, int, int, int]:
     return (host, port, address[2], address[3]) if len(address) == 4 else (host, port, 0, 0)
 
 
-def host_towards(address: SocketAddress) -> str | None:
+def host_towards(address: Any) -> str | None:
     """Return the address of this machine that packets to `address` leave from; None: there is no way there. Sends nothing."""
     host = str(plain_ip(address[0]))
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

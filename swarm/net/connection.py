@@ -79,6 +79,7 @@ class Connection:
         self.quic = driver.quic
         self.path = path  # in use now
         self.monitor: PathMonitor | None = None  # of its paths, once there is a second one
+        self.why_relayed = ""  # why no direct path works, for people; empty: nothing is known of that
         # What datagrams of `path` come from: an address, or the path itself if it is a relay's.
         self.source: Any = path if path.is_relayed else path.address
         self._quic_address = path.address  # what QUIC takes the other side's address for

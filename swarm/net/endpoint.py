@@ -35,7 +35,14 @@ from swarm.errors import (
 )
 from swarm.identity import Identity
 from swarm.ids import NodeId
-from swarm.net.addresses import SocketAddress, format_address, parse_address, plain_address, socket_address
+from swarm.net.addresses import (
+    SocketAddress,
+    format_address,
+    host_towards,
+    parse_address,
+    plain_address,
+    socket_address,
+)
 from swarm.net.admission import Admission, Verdict
 from swarm.net.answer_budget import AnswerBudget
 from swarm.net.certificate import make_certificate
@@ -255,6 +262,8 @@ class Endpoint:
         if self._socket is None or self._is_closing:
             raise ConnectionLost("the endpoint is closed")
         path = address if isinstance(address, Path) else Path(address=self._to_socket(address))
+        if not path.is_relayed and host_towards(path.address) is None:
+            raise ConnectionLost(f"this machine has no way to {path}")
         connection = self._adopt(self._driver(self._configurations[True], None), expected, "", path)
         connection.address = None if isinstance(address, Path) else address
         connection.connect()

@@ -106,7 +106,7 @@ class PathFinder:
 
     def mapping(self, version: int = 4) -> m.Mapping:
         """Return what is between us and the others, as far as is known."""
-        return mapping_of(self.sightings(), version)
+        return m.Mapping.BLOCKED if self.relays.has_bridge else mapping_of(self.sightings(), version)
 
     def own_addresses(self) -> list[SocketAddress]:
         """Return the addresses of this machine's interfaces to the world, with our port."""
@@ -266,14 +266,16 @@ class PathFinder:
             logger.debug("no offer of paths: %s", error)
             return
         assert isinstance(answer, m.Paths)  # by the session
-        self._probe(connection, answer.addresses)
-        until = clock() + PUNCH_S
+        if not is_hopeless(ours, answer.mapping):
+            self._probe(connection, answer.addresses)
+        until = clock() + (0.0 if is_hopeless(ours, answer.mapping) else PUNCH_S)
         while connection.is_open and connection.path.is_relayed and clock() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        if connection.is_open and connection.path.is_relayed and connection.monitor is not None:
-            connection.monitor.why_relayed = why_relayed(ours, answer.mapping)
-            connection.monitor.forget_unanswered()
-            logger.info("node %s stays relayed: %s", connection.remote.short, connection.monitor.why_relayed)
+        if connection.is_open and connection.path.is_relayed:
+            connection.why_relayed = why_relayed(ours, answer.mapping)
+            if connection.monitor is not None:
+                connection.monitor.forget_unanswered()
+            logger.info("node %s stays relayed: %s", connection.remote.short, connection.why_relayed)
 
     async def _answer_offer(self, connection: Connection, request: m.Request) -> m.Paths:
         assert isinstance(request, m.OfferPaths)
@@ -281,9 +283,10 @@ class PathFinder:
         if now < self._offered.get(connection, float("-inf")) + OFFER_REST_S:
             raise Overloaded("paths were offered a moment ago", retry_after_s=OFFER_REST_S)
         self._offered[connection] = now
-        self._probe(connection, request.addresses)
         ours = self.mapping()
-        if is_hopeless(ours, request.mapping):
+        if not is_hopeless(ours, request.mapping):
+            self._probe(connection, request.addresses)
+        else:
             logger.info("node %s stays relayed: %s", connection.remote.short, why_relayed(ours, request.mapping))
         return m.Paths(addresses=candidates(self.sightings(), self.own_addresses()), mapping=ours)
 

@@ -16,11 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class PathMonitor:
-    """The paths of one connection, and what is done about them.
-
-    Attributes:
-        why_relayed: what is known of why no direct path works, for people; empty: nothing.
-    """
+    """The paths of one connection, and what is done about them."""
 
     def __init__(
         self,
@@ -51,7 +47,6 @@ class PathMonitor:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._is_closed = False
-        self.why_relayed = ""
         self.n_switches = 0
 
     @property

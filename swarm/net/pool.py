@@ -57,7 +57,7 @@ class PathReport:
     """How a node is reached now, for people.
 
     Attributes:
-        path: `direct 192.0.2.1:7440` or `relay 192.0.2.2:7440`.
+        path: `direct 192.0.2.1:7440`, `relay 192.0.2.2:7440` or `relay by WebSocket`.
         why_relayed: why it is not direct, if that is known; empty for a direct one.
         n_switches: how often the path has changed.
     """
@@ -94,11 +94,14 @@ class Pool:
         if connection is None:
             return None
         monitor, path = connection.monitor, connection.path
+        text = str(path) if path.is_relayed else f"direct {path}"
+        if path.is_relayed and self._finder is not None and self._finder.relays.has_bridge:
+            text = "relay by WebSocket"
         return PathReport(
-            path=str(path) if path.is_relayed else f"direct {path}",
+            path=text,
             is_relayed=path.is_relayed,
             rtt_s=connection.rtt_s,
-            why_relayed=(monitor.why_relayed if monitor is not None else "") if path.is_relayed else "",
+            why_relayed=connection.why_relayed if path.is_relayed else "",
             n_switches=0 if monitor is None else monitor.n_switches,
         )
 

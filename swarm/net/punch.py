@@ -73,12 +73,15 @@ def usable(offered: Sequence[str], *, may_be_here: bool) -> list[SocketAddress]:
 
 
 def is_hopeless(ours: int, theirs: int) -> bool:
-    """Return whether punching cannot work: both NATs give each destination another address."""
-    return ours == theirs == Mapping.VARYING
+    """Return whether punching cannot work: both NATs give each destination another address, or there is no UDP."""
+    return ours == theirs == Mapping.VARYING or Mapping.BLOCKED in (ours, theirs)
 
 
 def why_relayed(ours: int, theirs: int) -> str:
     """Return why two nodes have no direct path, as far as their NATs tell."""
+    for mapping, who in ((ours, "this side's"), (theirs, "the other side's")):
+        if mapping == Mapping.BLOCKED:
+            return f"{who} network lets no UDP through"
     if is_hopeless(ours, theirs):
         return "both sides are behind NATs that use another port for each destination (symmetric), so no hole can be punched"
     if Mapping.VARYING in (ours, theirs):

@@ -406,6 +406,7 @@ class Mapping(IntEnum):
     NONE = 1  # seen at an address of its own
     SAME = 2  # a NAT that gives one address for all destinations: a hole can be punched
     VARYING = 3  # a NAT that gives another address for each destination ("symmetric")
+    BLOCKED = 4  # no UDP gets through
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

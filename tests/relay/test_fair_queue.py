@@ -120,3 +120,15 @@ def test_a_rate_below_a_packet_still_lets_packets_through() -> None:
         n += sum(len(packets) for _, packets in queue.drain(now))
         assert n_steps < 20, "it is asked again and again"
     assert n == 4
+
+
+def test_what_comes_while_others_wait_does_not_jump_the_line_for_ever() -> None:
+    queue, heavy, other = FairQueue(bucket(8 * MBIT)), flow(queue_s=1), flow(queue_s=1)
+    queue.offer(heavy, [b"h" * 1000] * 300, 300_000, T0)
+    got = {heavy: 0, other: 0}
+    for step in range(1, 200):
+        now = T0 + 0.001 * step
+        got[other] += 1000 * queue.offer(other, [b"o" * 1000], 1000, now)
+        for of, packets in queue.drain(now):
+            got[of] += sum(map(len, packets))
+    assert got[heavy] >= 0.4 * sum(got.values())

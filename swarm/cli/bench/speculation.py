@@ -47,6 +47,10 @@ def speculation(
     ] = None,
     draft: Annotated[int, typer.Option("--draft", min=1, max=64, help="Most tokens of a draft.")] = 8,
     pieces: Annotated[int, typer.Option("--pieces", min=1, help="Texts, each with drafts and without.")] = 8,
+    tokens: Annotated[
+        int | None,
+        typer.Option("--tokens", min=2, max=120, help="Of each text.", show_default="24 of novel text, else 80 to 120"),
+    ] = None,
     peers: Annotated[int, typer.Option("--peers", min=1, help="Peer processes to start.")] = 3,
     rtt: RttOption = "80ms",
     jitter: JitterOption = "0ms",
@@ -70,6 +74,7 @@ def speculation(
         draft_model=draft_model,
         forced_acceptance=forced_acceptance,
         n_pieces=pieces,
+        n_tokens=tokens,
         n_peers=peers,
         seed=seed,
     )

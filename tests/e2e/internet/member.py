@@ -121,7 +121,9 @@ async def main() -> None:
     ):
         registry = RegistryClient(finder, nodes)
         if role == "peer":
-            await peer(endpoint, finder, registry, [RelayAddress(address=each.address, node=each.node) for each in nodes])
+            await peer(
+                endpoint, finder, registry, [RelayAddress(address=each.address, node=each.node) for each in nodes]
+            )
         else:
             await backbone(endpoint, finder, registry)
 

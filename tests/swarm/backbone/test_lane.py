@@ -389,13 +389,12 @@ async def test_a_held_answer_is_computed_anew_from_where_it_is_tainted(
     audits = Audits()
     async with opened(engines[:1], audits=audits) as backbone:
         honest = await answer(backbone, prompt, sampling=sampling, is_stream=False)
-    # The cheat: from a position on, another's hidden states.
     async with opened(engines[1:], audits=audits) as backbone:
 
         def cheat(number: int) -> None:
-            call = experts.calls[number]
-            if call.layer == 1 and len(experts.calls) > (n_good - 12) * N_LAYERS:
-                call.x[:] = call.x[::-1] * -0.7
+            call, step = experts.calls[number], number // N_LAYERS
+            first = 0 if step == 0 else len(prompt) + step - 1  # position of the first row
+            call.x[max(n_good - first, 0) :] *= -0.7
 
         experts.reset()
         experts.at_result = cheat
@@ -407,6 +406,25 @@ async def test_a_held_answer_is_computed_anew_from_where_it_is_tainted(
         audits.at_settle = caught
         text = await asyncio.wait_for(answer(backbone, prompt, sampling=sampling, is_stream=False), PROMPT_END)
     assert text == honest
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("position", [0, 7, 12])
+async def test_what_is_tainted_while_its_first_step_is_under_way_is_made_again(
+    engines: list[Engine], experts: LocalExperts, position: int, is_stream: bool
+) -> None:
+    prompt = prompts(1)[0]
+    async with opened(engines[:1], audits=Audits()) as backbone:
+        honest = await answer(backbone, prompt)
+        experts.reset()
+    async with opened(engines[1:], audits=Audits()) as backbone:
+        experts.held = 2
+        task = asyncio.create_task(answer(backbone, prompt, is_stream=is_stream))
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        backbone.taint(dict.fromkeys(backbone.lanes[0].jobs, position))
+        experts.release.set()
+        assert await asyncio.wait_for(task, PROMPT_END) == honest
+    assert len(steps(experts)) == 1 + 24, "the first step was not made again"
 
 
 async def test_a_stream_that_has_sent_tainted_tokens_ends_and_its_text_is_not_reused(engines: list[Engine]) -> None:

@@ -11,10 +11,14 @@ from gguf import GGMLQuantizationType as GgmlType
 
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.stock import StockModel
+from swarm.bench.dispatch import DispatchOptions, draw_choices
 from swarm.bench.synthetic import SYNTH16, SyntheticModel, write_synthetic
 from swarm.errors import UserError
 from swarm.model.gguf_file import GgufFile
 from swarm.model.spec import read_spec
+from swarm.native.ggml import tensor_name, view_tensor
+from swarm.native.llama import LlamaContext, LlamaModel
+from swarm.wire.rows import parse_wire
 
 SMALL = {"n_layers": 2, "n_embd": 256, "n_expert": 8, "n_expert_used": 2, "n_ff_exp": 256, "n_head": 4}
 
@@ -61,3 +65,48 @@ def test_the_standard_model_is_as_the_benchmarks_say() -> None:
 def test_a_shape_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UserError):
         SyntheticModel(**(SMALL | wrong))  # type: ignore[arg-type]
+
+
+def routing(path: Path, n_layers: int, n_expert: int) -> np.ndarray:
+    """Return how often each expert is chosen for random tokens, [L, E]; not of the last layer, which sees one row."""
+    counts = np.zeros((n_layers - 1, n_expert))
+
+    def look(tensor: int, ask: bool) -> bool:
+        name = tensor_name(tensor)
+        if not name.startswith("ffn_moe_topk-"):
+            return not ask
+        layer = int(name.removeprefix("ffn_moe_topk-"))
+        if not ask and layer < n_layers - 1:
+            counts[layer] += np.bincount(view_tensor(tensor).ravel(), minlength=n_expert)
+        return layer < n_layers - 1 if ask else True
+
+    tokens = np.random.default_rng(0).integers(1, 400, 512).tolist()
+    with LlamaModel(path) as model:
+        context = LlamaContext(model, n_ctx=512, n_batch=512, n_ubatch=512, n_threads=1, eval_callback=look)
+        context.decode(tokens, first_position=0, logits="last")
+        assert context.take_callback_error() is None
+        context.close()
+    return counts
+
+
+@pytest.mark.parametrize("skew", [0.5, 1.0, 1.5])
+def test_a_skewed_router_chooses_by_zipfs_law(tmp_path: Path, skew: float) -> None:
+    shape = SMALL | {
+        "n_layers": 4,
+        "n_embd": 512,
+        "n_expert": 64,
+        "n_expert_used": 8,
+        "n_ff_exp": 32,
+        "n_ff_shared": 32,
+    }
+    path = write_synthetic(tmp_path / "m.gguf", SyntheticModel(**shape, router_skew=skew))
+    counts = routing(path, 4, 64)
+    shares = -np.sort(-counts, axis=1)
+    shares /= shares.sum(axis=1, keepdims=True)
+    rng = np.random.default_rng(1)
+    ids, _ = draw_choices(rng, DispatchOptions(wire=parse_wire("f32"), n_tokens=4000, skew=skew))
+    law = -np.sort(-np.bincount(ids.ravel(), minlength=64) / ids.size)
+    assert np.abs(shares[:, :8].sum(axis=1) - law[:8].sum()).max() < 0.06, "the hottest eighth"
+    assert np.abs(shares[:, :32].sum(axis=1) - law[:32].sum()).max() < 0.06, "the hottest half"
+    hottest = [set(np.argsort(-row)[:8].tolist()) for row in counts]
+    assert len(hottest[0] & hottest[1]) < 6, "each layer has its own order"

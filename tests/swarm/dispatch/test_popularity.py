@@ -20,6 +20,19 @@ def test_every_pair_counts_once_at_its_layer() -> None:
     assert popularity.n_tokens == 2
 
 
+def test_weights_are_summed_apart_and_fade_alike() -> None:
+    popularity = Popularity((0,), 4, now=0.0)
+    popularity.add(0, np.array([[0, 1], [1, 2]], np.int32), np.array([[0.75, 0.25], [0.5, 0.5]], np.float32))
+    assert popularity.mass.tolist() == [[0.75, 0.75, 0.5, 0]]
+    popularity.add(0, np.array([[3, 0]], np.int32))  # without weights each choice counts 1
+    assert popularity.mass.tolist() == [[1.75, 0.75, 0.5, 1]]
+    popularity.fade(HALF_LIFE_S)
+    assert np.allclose(popularity.mass, [[0.875, 0.375, 0.25, 0.5]])
+    again = Popularity((0,), 4, now=0.0)
+    assert again.restore(popularity.to_bytes())
+    assert np.allclose(again.mass, popularity.mass, atol=1e-3)
+
+
 def test_counts_halve_and_their_rate_stays_true() -> None:
     popularity = Popularity((0,), 4, now=100.0)
     for step in range(2000):  # ten half-lives, one token each 9 s

@@ -43,6 +43,7 @@ class ScriptedGenerator:
         self.special_tokens = {"bos_token": "", "eos_token": ""}
         self.requests: list[GenerationRequest] = []
         self.logprobs: tuple[TokenLogprob, ...] = ()  # of each step
+        self.trace: dict[str, Any] | None = None
         self.waiting = asyncio.Event()  # set when an event of the script is waited for
         self.closed = asyncio.Event()
 
@@ -65,7 +66,13 @@ class ScriptedGenerator:
                     continue
                 yield TextDelta(text=step, n_prompt_tokens=4, n_completion_tokens=n_tokens, logprobs=self.logprobs)
             n_tokens = len(self.script)
-            yield TextDelta(text="", n_prompt_tokens=4, n_completion_tokens=n_tokens, finish_reason=FinishReason.LENGTH)
+            yield TextDelta(
+                text="",
+                n_prompt_tokens=4,
+                n_completion_tokens=n_tokens,
+                finish_reason=FinishReason.LENGTH,
+                trace=self.trace,
+            )
             raise AssertionError("asked for more than the last delta")
         finally:
             self.closed.set()

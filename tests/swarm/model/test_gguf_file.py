@@ -10,7 +10,7 @@ import gguf
 import pytest
 
 from swarm.errors import UserError
-from swarm.model.gguf_file import GgufFile, MetadataValue, tensor_size_bytes
+from swarm.model.gguf_file import GgufFile, MetadataValue, encode_header, tensor_size_bytes
 from tests.synthetic_moe import write_synthetic_moe
 
 EMBEDDED = Path(__file__).parents[3] / "examples" / "tiny_moe"
@@ -181,3 +181,87 @@ def test_sizes_of_quantised_tensors() -> None:
     assert tensor_size_bytes(0, (3, 5)) == 60  # F32
     assert tensor_size_bytes(8, (64, 2)) == 2 * 2 * 34  # Q8_0: 32 values in 34 bytes
     assert tensor_size_bytes(12, (256, 3)) == 3 * 144  # Q4_K: 256 values in 144 bytes
+
+
+def write_shards(
+    folder: Path, whole: Path, n_shards: int, *, stem: str = "model", total: int | None = None
+) -> list[Path]:
+    """Write a model's tensors in turn into shards, as `llama-gguf-split` lays them out: metadata in the first."""
+    source = GgufFile(whole)
+    names = list(source.tensors)
+    paths = []
+    for number in range(n_shards):
+        tensors = [source.tensors[name] for name in names[number::n_shards]]
+        metadata = dict(source.metadata) if number == 0 else {}
+        metadata["split.no"] = MetadataValue.of_uint32(number)
+        metadata["split.count"] = MetadataValue.of_uint32(n_shards)
+        metadata["split.tensors.count"] = MetadataValue.of_uint32(len(names) if total is None else total)
+        path = folder / f"{stem}-{number + 1:05}-of-{n_shards:05}.gguf"
+        data = encode_header(metadata, tensors, 32)
+        for each in tensors:
+            raw = b"".join(source.chunks(each.name))
+            data += raw + bytes(-len(raw) % 32)
+        path.write_bytes(data)
+        paths.append(path)
+    source.close()
+    return paths
+
+
+def test_shards_are_one_file_whose_tensors_lie_in_several(small: Path, tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, small, 3)
+    with GgufFile(paths[0]) as file, GgufFile(small) as whole:
+        assert file.tensors == whole.tensors
+        assert file.metadata == whole.metadata, "nothing of the shards"
+        assert file.size_bytes == sum(path.stat().st_size for path in paths)
+        for name in whole.tensors:
+            assert b"".join(file.chunks(name)) == b"".join(whole.chunks(name))
+            path, start = file.position(name)
+            assert path.read_bytes()[start : start + 16] == whole.read(name, 0, 16)
+        file.require_unchanged()
+        paths[2].write_bytes(paths[2].read_bytes() + b"\0")
+        with pytest.raises(UserError, match="changed"):
+            file.require_unchanged()
+
+
+def test_shards_that_do_not_belong_together_are_refused(small: Path, tmp_path: Path) -> None:
+    paths = write_shards(tmp_path, small, 3)
+    with pytest.raises(UserError, match=r"give the first, model-00001-of-00003\.gguf"):
+        GgufFile(paths[1])
+    for n_shards, total, message in ((2, 5, "tensors, expected 5"), (2, None, "")):
+        first, second = write_shards(tmp_path, small, n_shards, stem="other", total=total)
+        if message:
+            with pytest.raises(UserError, match=message):
+                GgufFile(first)
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(UserError, match="is not shard 2 of 2"):
+        GgufFile(first)
+    second.unlink()
+    with pytest.raises(UserError, match=r"cannot open .*other-00002-of-00002"):
+        GgufFile(first)
+    with pytest.raises(UserError, match=r"expected a name like model-00001-of-00003\.gguf"):
+        GgufFile(paths[0].rename(tmp_path / "renamed.gguf"))
+
+
+def test_values_written_here_are_read_by_gguf_py(tmp_path: Path) -> None:
+    metadata = {
+        "general.architecture": MetadataValue.of_text("x"),
+        "a": MetadataValue.of_bool(True),
+        "b": MetadataValue.of_float32(0.5),
+        "c": MetadataValue.of_float32s([1.5, -2.0]),
+        "d": MetadataValue.of_uint64s([1 << 40]),
+        "e": MetadataValue.of_texts(["one", "zwei"]),
+    }
+    (tmp_path / "m.gguf").write_bytes(encode_header(metadata, [], 32))
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert {key: fields[key].contents() for key in "abcde"} == {
+        "a": True,
+        "b": 0.5,
+        "c": [1.5, -2.0],
+        "d": [1 << 40],
+        "e": ["one", "zwei"],
+    }
+    assert metadata["b"].numbers() == (0.5,)
+    assert metadata["c"].numbers() == (1.5, -2.0)
+    for wrong in ("a", "e", "general.architecture"):
+        with pytest.raises(ValueError, match="expected numbers"):
+            metadata[wrong].numbers()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
@@ -191,6 +192,44 @@ def test_a_changed_file_is_hashed_anew(tmp_path: Path) -> None:
     first = manifest_of(path, tmp_path / "cache")
     write_small(path, seed=1)
     assert manifest_of(path, tmp_path / "cache").model_id != first.model_id
+
+
+def test_hashing_that_was_cut_goes_on_after_the_last_whole_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_synthetic_moe(tmp_path / "m.gguf", n_embd=64, n_layers=3, n_expert=4, n_expert_used=2, n_ff_exp=32)
+    whole = built(path)
+    read: list[str] = []
+    chunks = GgufFile.chunks
+
+    def cut(self: GgufFile, name: str, offset: int = 0, size_bytes: int | None = None) -> Iterator[bytes]:
+        if name.startswith("blk.2.") and is_cut:
+            raise KeyboardInterrupt
+        read.append(name)
+        return chunks(self, name, offset, size_bytes)
+
+    monkeypatch.setattr(GgufFile, "chunks", cut)
+    is_cut = True
+    with pytest.raises(KeyboardInterrupt):
+        manifest_of(path, tmp_path / "cache")
+    assert any(name.startswith("blk.1.ffn_up_exps") for name in read)
+    is_cut = False
+    read.clear()
+    seen: list[int] = []
+    assert manifest_of(path, tmp_path / "cache", lambda done, total: seen.append(total - done)) == whole
+    assert not any(name.startswith(("blk.0.ffn_up_exps", "blk.1.ffn_up_exps")) for name in read)
+    assert any(name.startswith("blk.2.ffn_up_exps") for name in read)
+    assert seen[-1] == 0
+    assert [entry.suffix for entry in (tmp_path / "cache" / "manifests").iterdir()] == [""], "no remains"
+
+
+def test_layers_that_predict_further_tokens_stay_in_the_list_and_have_no_hashes(small: Path) -> None:
+    plain = json.loads(built(small).to_bytes())
+    plain["spec"]["n_layers"] += 1
+    extra = f"blk.{plain['spec']['n_layers'] - 1}.ffn_up_exps.weight"
+    plain["tensors"] = sorted([*plain["tensors"], [extra, 0, 64, 32, 4]])
+    data = json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
+    assert Manifest.from_bytes(data).spec.moe_layers == built(small).spec.moe_layers
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(small: Path, tmp_path: Path) -> None:

@@ -11,12 +11,16 @@ import gguf
 import numpy as np
 import pytest
 
+from swarm.architectures.generator import Variant, write_model
+from swarm.architectures.recipes import RECIPES
 from swarm.errors import IntegrityError, UserError
 from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
-from swarm.model.manifest import Manifest, build_manifest
+from swarm.model.manifest import Manifest, build_manifest, hash_backbone
 from swarm.model.slices import plan_backbone, plan_slice, write_backbone, write_slice
+from swarm.model.source import GgufSource
 from swarm.model.spec import is_expert_tensor
+from swarm.native.llama import LlamaModel
 from tests.synthetic_moe import write_synthetic_moe
 
 EMBEDDED = Path(__file__).parents[3] / "examples" / "tiny_moe"
@@ -205,3 +209,80 @@ def test_llama_cpp_loads_a_backbone(source: Opened, tmp_path: Path) -> None:
     file, manifest = source
     write_backbone(file, manifest, tmp_path / "backbone.gguf")
     llama.LlamaModel(tmp_path / "backbone.gguf").close()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("olmoe", {"feed_forward_length": 1}),
+        ("deepseek", {"expert_feed_forward_length": 1, "expert_shared_count": 512}),
+        ("bailingmoe2", {"expert_feed_forward_length": 1}),
+        ("ernie4_5-moe", {"expert_feed_forward_length": 1, "expert_shared_feed_forward_length": 512}),
+        ("gpt-oss", {"expert_feed_forward_length": 1}),
+        ("llama4", {}),
+    ],
+)
+def test_a_stub_changes_what_the_table_says_and_llama_cpp_loads_it(
+    name: str, keys: dict[str, int], tmp_path: Path
+) -> None:
+    variant = Variant(name="x", keys=(("expert_shared_count", 2),))
+    write_model(tmp_path / "m.gguf", next(recipe for recipe in RECIPES if recipe.architecture == name), variant)
+    file, manifest = opened(tmp_path / "m.gguf")
+    backbone = tmp_path / "b.gguf"
+    write_backbone(file, manifest, backbone)
+    with GgufFile(backbone) as cut:
+        changed = {
+            key.removeprefix(f"{name}."): value.integer()
+            for key, value in cut.metadata.items()
+            if not key.startswith("swarm.") and value != file.metadata.get(key)
+        }
+        assert changed == keys
+        assert hash_backbone(cut) == manifest.backbone_hash
+    LlamaModel(backbone).close()
+
+
+def test_a_stub_of_full_width_takes_no_space_on_the_disk(tmp_path: Path) -> None:
+    write_model(
+        tmp_path / "m.gguf",
+        next(recipe for recipe in RECIPES if recipe.architecture == "llama4"),
+        Variant(name="x", keys=(("expert_count", 64),)),
+    )
+    file, manifest = opened(tmp_path / "m.gguf")
+    write_backbone(file, manifest, tmp_path / "b.gguf")
+    plan = plan_backbone(file, manifest)
+    n_hole_bytes = sum(tensor.size_bytes for tensor, _ in plan.tensors if is_expert_tensor(tensor.name))
+    status = (tmp_path / "b.gguf").stat()
+    assert status.st_size == plan.size_bytes
+    assert plan.disk_bytes == plan.size_bytes - n_hole_bytes
+    assert n_hole_bytes > 4 << 20
+    assert status.st_blocks * 512 < plan.disk_bytes + (n_hole_bytes >> 1), "the file system makes no holes"
+    with GgufFile(tmp_path / "b.gguf") as cut:
+        assert cut.tensors["blk.1.ffn_up_exps.weight"].shape == file.tensors["blk.1.ffn_up_exps.weight"].shape
+        assert not any(cut.read("blk.1.ffn_up_exps.weight", 0, 1000))
+
+
+def test_scales_are_no_part_of_a_stub_and_biases_are_cut_with_their_product(tmp_path: Path) -> None:
+    for name, variant in (("qwen3moe", Variant(name="x", has_scales=True)), ("gpt-oss", Variant(name="x"))):
+        write_model(tmp_path / "m.gguf", next(recipe for recipe in RECIPES if recipe.architecture == name), variant)
+        file, manifest = opened(tmp_path / "m.gguf")
+        write_backbone(file, manifest, tmp_path / "b.gguf")
+        with GgufFile(tmp_path / "b.gguf") as cut:
+            assert not any(tensor.endswith(".scale") for tensor in cut.tensors)
+            shapes = {tensor: cut.tensors[tensor].shape for tensor in cut.tensors if tensor.startswith("blk.0.ffn_")}
+        if name == "gpt-oss":
+            assert shapes["blk.0.ffn_up_exps.bias"] == (1, 8)
+            assert shapes["blk.0.ffn_down_exps.bias"] == (256, 8)
+            assert shapes["blk.0.ffn_down_exps.weight"] == (1, 256, 8)
+
+
+def test_a_slice_carries_biases_and_scales_of_its_experts(tmp_path: Path) -> None:
+    variant = Variant(name="x", has_scales=True, expert_type="Q4_K")
+    write_model(tmp_path / "m.gguf", next(r for r in RECIPES if r.architecture == "qwen3moe"), variant)
+    file, manifest = opened(tmp_path / "m.gguf")
+    write_slice(file, manifest, ExpertSet.of([0, 1], [2, 7]), tmp_path / "s.gguf")
+    with GgufFile(tmp_path / "s.gguf") as part:
+        assert part.tensors["blk.1.ffn_up_exps.scale"].shape == (2,)
+        source = GgufSource(part)
+        whole = GgufSource(file)
+        for expert in (2, 7):
+            assert source.read_block(1, expert) == whole.read_block(1, expert)
