@@ -7,10 +7,11 @@ Pure: knows no thread, loop or clock.
 Askers (backbones) share by work, not by turns: whoever has had the fewest pairs goes next, so that one that sends whole prompts
 does not get a hundred times what one gets that decodes (start-time fair queueing: Goyal, Vin, Cheng, 1996). An asker that comes
 back is not credited for the time it was away: it starts level with who was served last. Each one's dispatches are taken in
-their order. A light asker so waits for one group of the others at most. No layer starves: an asker's oldest dispatch is of the
-group of its turn, and what is drawn forward to a group is bounded, and charged to whose it is. No asker starves: after
-MAX_PASSED_OVER groups it is its turn, whatever the others' names are. Raw rows (the form `exact`) are never merged: they promise
-the bits of a computation by itself, which only exact kernels keep; partial sums promise a tolerance.
+their order. A light asker so waits for one group of the others at most, and groups can be kept small where several ask. No layer
+starves: an asker's oldest dispatch is of the group of its turn, and what is drawn forward to a group is bounded, and charged to
+whose it is. No asker starves: after MAX_PASSED_OVER groups it is its turn, whatever the others' names are. Raw rows (the form
+`exact`) are never merged: they promise the bits of a computation by itself, which only exact kernels keep; partial sums promise
+a tolerance.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ OVERHEAD_PAIRS = 1
 # Groups that may be taken while somebody waits for a turn. Guessed: above what a prompt's longest batch (512 rows of 8) costs
 # beside merged groups of others, and a fraction of a second.
 MAX_PASSED_OVER = 64
+# So many groups after one of another asker the line counts as shared. Guessed: a light asker's next layer, at slow computing.
+N_SHARED = 16
 MAX_REMEMBERED = 64  # askers who do not wait but had more than others; beyond, all of these are forgiven. Guessed
 
 
@@ -73,6 +76,8 @@ class Line(Generic[E]):
         self._n_askers = 0  # who wait
         self._count = 0  # where whoever was served last began
         self._n_taken = 0  # groups
+        self._latest: Hashable = None  # whose turn was last
+        self._changed_at = -N_SHARED  # the number of groups taken when that was somebody else than before
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -97,14 +102,28 @@ class Line(Generic[E]):
                 self._left(asker)
                 return
 
-    def take(self) -> list[E]:
-        """Return whose turn it is and what to compute together with it, in the order they came; the line must not be empty."""
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ask, now or lately."""
+        return self._n_askers > 1 or self._n_taken < self._changed_at + N_SHARED
+
+    def take(self, max_pairs: int | None = None) -> list[E]:
+        """Return whose turn it is and what to compute together with it, in the order they came; the line must not be empty.
+
+        Args:
+            max_pairs: of a group of several dispatches; None: MAX_MERGED_PAIRS.
+        """
+        max_pairs = MAX_MERGED_PAIRS if max_pairs is None else max_pairs
         at = self._whose_turn() if self._n_askers > 1 else 0
         asker, first = self._entries[at]
         turn = self._askers[asker]
         self._count = max(self._count, turn.start)
         self._n_taken += 1
         turn.turn_at = self._n_taken
+        if asker != self._latest:
+            if self._latest is not None:
+                self._changed_at = self._n_taken
+            self._latest = asker
         if not at and (len(self._entries) == 1 or not _may_merge(first.dispatch)):
             self._entries.popleft()
             self._charge(asker, first)
@@ -117,7 +136,7 @@ class Line(Generic[E]):
             entry = each[1]
             n_more = len(entry.dispatch.expert_ids)
             if index != at:
-                if not may_merge or n_pairs + n_more > MAX_MERGED_PAIRS or not _fits(first.dispatch, entry.dispatch):
+                if not may_merge or n_pairs + n_more > max_pairs or not _fits(first.dispatch, entry.dispatch):
                     left.append(each)
                     continue
                 n_pairs += n_more

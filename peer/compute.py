@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peer.batching import Line, merge
+from peer.batching import MAX_MERGED_PAIRS, Line, merge
 from swarm.errors import Overloaded, RemoteProtocolError
 from swarm.experts.executor import ExpertExecutor
 from swarm.wire import messages as m
@@ -34,6 +34,9 @@ MAX_LINE = 128  # dispatches waiting or under way; guessed: two per layer of a d
 # little beside the jitter of a path, and a 500th of the silence after which a ping is sent. It saves the hop to the thread:
 # of one token with three peers on two cores a dispatch waits 20 us in line instead of 100 to 300 (30 us on an idle machine).
 INLINE_S = 0.001
+# Where several backbones ask, a merged group is to take no longer: so long one waits for another's, at each layer. Guessed: a
+# tenth of a short path's round trip and more; merging saves 60 us a dispatch.
+SHARED_GROUP_S = 0.003
 PAIR_GAIN = 0.2  # of the running mean of the time per pair; guessed: a wait for a core is forgotten after a few
 
 
@@ -138,13 +141,18 @@ class Compute:
         with self._lock:
             if self._is_thread_busy or self._is_closed or not self._line:
                 return
-            group = self._line.take()
+            group = self._take()
             is_inline = not self._line and _n_pairs(group) * self._pair_s <= INLINE_S
             if not is_inline:
                 self._handed, self._is_thread_busy = group, True
                 self._wake.notify()
                 return
         self._settle(self._compute(group))
+
+    def _take(self) -> list[_Entry]:
+        if not self._line.is_shared:
+            return self._line.take()
+        return self._line.take(min(MAX_MERGED_PAIRS, int(SHARED_GROUP_S / max(self._pair_s, 1e-9))))
 
     def _run(self) -> None:
         """The thread: groups that are handed over, then the rest of the line."""
@@ -157,7 +165,7 @@ class Compute:
             while group is not None:
                 done = self._compute(group)
                 with self._lock:
-                    group = self._line.take() if self._line and not self._is_closed else None
+                    group = self._take() if self._line and not self._is_closed else None
                     self._is_thread_busy = group is not None
                 self._call_loop(self._settle, done)
 

@@ -39,6 +39,7 @@ from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.path_finder import Face, PathFinder
 from swarm.net.pool import Pool
+from swarm.net.readiness import Readiness, is_worthwhile
 from swarm.net.relay_client import RelayAddress
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
@@ -176,6 +177,9 @@ async def open_backbone(
                 records=config.folders.state / f"audits-{identity.node_id.short}.json",
             )
         stack.push_async_callback(dispatcher.close)
+        if is_worthwhile():
+            dispatcher.readiness = Readiness(endpoint, also=dispatcher.rehearse)
+            stack.callback(dispatcher.readiness.close)
         n_slots = -(-config.n_slots // config.n_lanes)  # of a lane
         lanes = _lanes(prepared, replace(config.engine, n_sequences=n_slots), config.n_lanes, dispatcher)
         numbers = SequenceNumbers(config.folders.state / f"{identity.node_id}.seq")

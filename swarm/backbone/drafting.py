@@ -58,6 +58,15 @@ class Drafting:
             sources.append(Source("model", self._model.drafter(engine, sequence)))
         return Controller(sources, self.experience(engine), n_most=self._n_most, now=self._now)
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return drafter -> tokens drafted and accepted so far, by all engines."""
+        found: dict[str, tuple[int, int]] = {}
+        for each in list(self._experience.values()):
+            for name, n_drafted in list(each.n_drafted.items()):
+                drafted, accepted = found.get(name, (0, 0))
+                found[name] = drafted + n_drafted, accepted + each.n_accepted[name]
+        return found
+
     def experience(self, engine: Engine) -> Experience:
         """Return what was measured on an engine; it goes on changing."""
         found = self._experience.get(engine)

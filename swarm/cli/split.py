@@ -36,7 +36,7 @@ from swarm.files import Folders, write_atomically
 from swarm.ids import ExpertSet, format_index_set, parse_index_set
 from swarm.model.gguf_file import GgufFile, Progress
 from swarm.model.manifest import Manifest, manifest_of
-from swarm.model.slices import plan_backbone, plan_slice, write_plan
+from swarm.model.slices import FilePlan, plan_backbone, plan_slice, write_plan
 from swarm.model.spec import ModelSpec
 
 MAX_NAME = 80  # characters of a slice's file name before its set is shortened to a hash; file systems allow 255
@@ -170,23 +170,29 @@ def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Con
     sets = [(config.out / name).with_suffix(".json") for name, _ in parts] if config.cluster else []
 
     manifest_path = config.out / "manifest.json"
+    whole = set() if config.force else _kept(config.out, plans, manifest_path, manifest)
     for path in (*(config.out / name for name, *_ in plans), *sets, manifest_path):
         if not path.exists():
             continue
         if path.samefile(config.model):
             raise UserError(f"refusing to overwrite the model itself: {path}; choose another --out")
-        if not config.force:
+        if not config.force and path not in whole:
             raise UserError(f"file is already there: {path}; give --force to overwrite it, or another --out")
     config.out.mkdir(parents=True, exist_ok=True)
-    needed = sum(plan.disk_bytes for *_, plan in plans) + len(manifest.to_bytes())
+    needed = sum(plan.disk_bytes for name, *_, plan in plans if config.out / name not in whole) + len(
+        manifest.to_bytes()
+    )
     free = shutil.disk_usage(config.out).free
     if needed > free:
         raise UserError(f"not enough space in {config.out}: got {decimal(free)} free, expected {decimal(needed)}")
 
     files = []
     for name, kind, experts, plan in plans:
-        with _shown(console, f"writing {name}") as progress:
-            write_plan(plan, file, manifest, config.out / name, progress)
+        if config.out / name in whole:
+            console.print(f"keeping {name}, which is whole", highlight=False, soft_wrap=True)
+        else:
+            with _shown(console, f"writing {name}") as progress:
+                write_plan(plan, file, manifest, config.out / name, progress)
         files.append(SplitFile(path=config.out / name, kind=kind, size_bytes=plan.size_bytes, experts=experts))
     for path, (_, part) in zip(sets, parts, strict=False):  # none, or one for each part
         write_slice_file(path, part)
@@ -195,6 +201,19 @@ def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Con
     size = len(manifest.to_bytes())
     files.append(SplitFile(path=manifest_path, kind="manifest", size_bytes=size, experts=nothing))
     return files
+
+
+def _kept(
+    out: Path, plans: list[tuple[str, str, ExpertSet, FilePlan]], manifest_path: Path, manifest: Manifest
+) -> set[Path]:
+    """Return the files that an earlier run, perhaps one that was cut, has written: they appear only when whole."""
+    whole = {out / name for name, *_, plan in plans if plan.is_whole_at(out / name)}
+    try:
+        if manifest_path.read_bytes() == manifest.to_bytes():
+            whole.add(manifest_path)
+    except OSError:
+        pass  # not there, which is for whoever writes it to see
+    return whole
 
 
 def _parts(config: SplitConfig, spec: ModelSpec, console: Console) -> list[tuple[str, ExpertSet]]:

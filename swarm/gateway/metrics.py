@@ -97,6 +97,21 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
     made.counter("swarm_draft_tokens_total", "Tokens drafted.", lambda: stats.drafts.n_drafted)
     made.counter("swarm_draft_tokens_accepted_total", "Of these, accepted.", lambda: stats.drafts.n_accepted)
     made.gauge("swarm_accept_length", "Mean tokens that a request's step adds.", lambda: stats.drafts.accept_length)
+    if (drafting := running.drafting) is not None:
+        made.counter(
+            "swarm_drafter_tokens_total",
+            "Tokens drafted, by who drafted them and whether they were accepted.",
+            lambda: [
+                ({"drafter": name, "accepted": accepted}, n)
+                for name, (n_drafted, n_accepted) in drafting.counts().items()
+                for accepted, n in (("yes", n_accepted), ("no", n_drafted - n_accepted))
+            ],
+        )
+    if (local := running.local) is not None:
+        made.gauge("swarm_local_experts", "Experts kept in this process.", lambda: len(local.experts))
+        made.gauge("swarm_local_expert_bytes", "Memory of these.", lambda: local.n_bytes)
+    made.counter("swarm_local_assignments_total", "Pairs computed here.", lambda: sent.n_local_assignments)
+    made.counter("swarm_skipped_trips_total", "Layers that needed no peer.", lambda: sent.n_skipped_trips)
     made.counter("swarm_round_trips_total", "Layers that waited for the network.", lambda: sent.n_round_trips)
     made.gauge(
         "swarm_round_trips_per_token",

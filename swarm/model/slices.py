@@ -84,6 +84,16 @@ class FilePlan:
         """The size of the file to come."""
         return len(self.header) + sum(padded(tensor.size_bytes, self.alignment) for tensor, _ in self.tensors)
 
+    def is_whole_at(self, path: Path) -> bool:
+        """Return whether the file is there already, by header (which names the model) and size: files appear only when whole."""
+        try:
+            if path.stat().st_size != self.size_bytes:
+                return False
+            with path.open("rb") as file:
+                return file.read(len(self.header)) == self.header
+        except OSError:
+            return False
+
     @property
     def disk_bytes(self) -> int:
         """How much of it takes space on the disk, where holes take none."""

@@ -6,10 +6,10 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from typing import Protocol
 
 from swarm.net.anticipation import Anticipation
 from swarm.net.connection import clock
-from swarm.net.endpoint import Endpoint
 from swarm.net.rehearsal import Rehearsal
 from swarm.wire import messages as m
 
@@ -18,10 +18,26 @@ logger = logging.getLogger(__name__)
 OFF_VARIABLE = "SWARM_READINESS"  # `off`: never
 
 
+def n_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def is_worthwhile() -> bool:
     """Return whether there is a core to stay awake on beside one that computes, and nobody turned it off."""
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return n_cores > 1 and os.environ.get(OFF_VARIABLE) != "off"
+    return n_cores() > 1 and os.environ.get(OFF_VARIABLE) != "off"
+
+
+class Watch(Protocol):
+    """What is needed of an Endpoint."""
+
+    def watch(self, until: float) -> bool:
+        """Read the socket without sleeping until something has come, and return True, or until that time."""
+        ...
+
+    def rehearsal(self) -> Rehearsal:
+        """Return an exchange's way to go through without a socket."""
+        ...
 
 
 class Readiness:
@@ -31,10 +47,17 @@ class Readiness:
     and only while a single wait is under way.
     """
 
-    def __init__(self, endpoint: Endpoint, *, also: Callable[[], None] | None = None) -> None:
-        """`also`: what else to go through, before the exchange."""
+    def __init__(
+        self,
+        endpoint: Watch,
+        *,
+        also: Callable[[m.Request], None] | None = None,
+        now: Callable[[], float] = clock,
+    ) -> None:
+        """`also`: goes through what else a request like the latest takes; before the exchange."""
         self._endpoint = endpoint
         self._also = also
+        self._now = now
         self._loop = asyncio.get_running_loop()
         self._waits = Anticipation()
         self._n_waiting = 0
@@ -53,7 +76,7 @@ class Readiness:
             self._waits.cancelled()
             self._stop()
             return
-        now = clock()
+        now = self._now()
         at = self._waits.began(now)
         if at is not None and self._exchange is not None:
             self._timer = self._loop.call_later(max(0.0, at - now), self._get_ready)
@@ -63,7 +86,7 @@ class Readiness:
         self._n_waiting = max(0, self._n_waiting - 1)
         self._stop()
         if is_measured and not self._n_waiting:
-            self._waits.ended(clock())
+            self._waits.ended(self._now())
         else:
             self._waits.cancelled()
         if exchange is not None:
@@ -85,14 +108,14 @@ class Readiness:
     def _get_ready(self) -> None:
         self._timer = None
         assert self._exchange is not None
-        if self._waits.window(clock()) is None:
+        if self._waits.window(self._now()) is None:
             return
         if self._rehearsal is None:
             self._rehearsal = self._endpoint.rehearsal()  # ready for the next wait
             return
         if self._also is not None:
-            self._also()
+            self._also(self._exchange[0])
         self.n_rehearsed += self._rehearsal.run(*self._exchange)
-        until = self._waits.window(clock())
+        until = self._waits.window(self._now())
         if until is not None:
             self.n_met += self._endpoint.watch(until)

@@ -27,7 +27,7 @@ class Confidence:
 
     def acceptance(self, probability: float) -> float:
         """Return how likely a token is accepted that the drafter gives this probability."""
-        return max(probability, 1e-9) ** self.exponent
+        return math.pow(max(probability, 1e-9), self.exponent)
 
     def learn(self, probability: float, is_right: bool) -> None:
         """A token with this probability was looked at."""

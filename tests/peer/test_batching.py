@@ -279,6 +279,27 @@ def test_however_many_newcomers_come_nobody_starves() -> None:
     assert n <= batching.MAX_PASSED_OVER
 
 
+def test_the_line_is_shared_while_several_ask_and_for_a_while_after() -> None:
+    pool = Pool()
+    assert not pool.line.is_shared
+    pool.send("a", 10)
+    assert not pool.line.is_shared
+    pool.send("b", 10, layer=1)
+    assert pool.line.is_shared
+    for _ in range(2):
+        pool.serve()
+    for layer in range(batching.N_SHARED):
+        assert pool.line.is_shared
+        pool.send("b", 10, layer=layer)
+        pool.serve()
+    assert not pool.line.is_shared
+
+
+def test_a_group_keeps_to_what_it_is_allowed() -> None:
+    line, _ = line_of(*(dispatch(experts=(1, 2, 3)) for _ in range(6)))
+    assert [len(line.take(max_pairs)) for max_pairs in (6, 1, 7)] == [2, 1, 2]
+
+
 def test_askers_that_left_are_forgotten() -> None:
     pool = Pool()
     for n in range(10 * batching.MAX_REMEMBERED):

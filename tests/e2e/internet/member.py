@@ -1,6 +1,6 @@
 """A node without a model, for tests on the virtual internet: `python member.py peer|backbone HOST SWARM://...`.
 
-A peer announces one expert and answers GET_STATUS. A backbone obeys lines of JSON on its standard input and answers each with one:
+A peer announces one expert and answers GET_STATUS. A backbone obeys lines of JSON on its standard input, and answers each:
 {"reach": node}: connect, {"ask": node, "n": 5, "every_s": 0.01}: requests, {"report": node}: how it is reached.
 """
 
@@ -60,7 +60,7 @@ async def peer(endpoint: Endpoint, finder: PathFinder, registry: RegistryClient,
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(announcer.run())
         tasks.create_task(finder.keep_reservations(relays, announcer.announce_soon))
-        while len(finder.relays.vouchers()) < len(relays):
+        while len(finder.relays.vouchers()) < len(relays):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await announcer.is_announced.wait()
         say(event="ready", node=str(identity.node_id), is_public=finder.is_public(), mapping=finder.mapping().name)

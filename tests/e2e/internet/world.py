@@ -31,7 +31,7 @@ class Program:
     @classmethod
     async def start(cls, host: Host, *arguments: str, home: Path) -> Program:
         """Start Python with these arguments on a host."""
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240
         log = home / "log"
         environment = os.environ | {"SWARM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with log.open("wb") as stderr:

@@ -108,6 +108,25 @@ def test_files_of_an_earlier_split_need_force(model: Path, tmp_path: Path) -> No
     assert (out / "backbone.gguf").read_bytes() == before
 
 
+def test_a_split_that_was_cut_goes_on_and_keeps_what_is_whole(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "o"
+    assert run(model, "--out", out, "--parts", "3").exit_code == 0
+    before = {name: ((out / name).read_bytes(), (out / name).stat().st_mtime_ns) for name in names(out)}
+    (out / "experts-2-4.gguf").unlink()
+    (out / "manifest.json").unlink()
+    again = run(model, "--out", out, "--parts", "3")
+    assert again.exit_code == 0
+    assert "keeping backbone.gguf" in again.stderr
+    assert "writing experts-2-4.gguf" in again.stderr
+    for name, (data, changed_at) in before.items():
+        assert (out / name).read_bytes() == data
+        kept = name not in ("experts-2-4.gguf", "manifest.json")
+        assert ((out / name).stat().st_mtime_ns == changed_at) == kept
+    (out / "backbone.gguf").write_bytes(before["backbone.gguf"][0][:-1])
+    refused = run(model, "--out", out, "--parts", "3")
+    assert "--force" in str(refused.exception), "a file of another size is somebody else's"
+
+
 def test_the_model_itself_is_never_overwritten(model: Path, tmp_path: Path) -> None:
     own = tmp_path / "backbone.gguf"
     own.write_bytes(model.read_bytes())

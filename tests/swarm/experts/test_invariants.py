@@ -1,6 +1,7 @@
 """What lets experts live anywhere: they add up over any partition, and a slice's bytes are the file's own.
 
-The third invariant, that one hook serves all architectures, is `swarm verify --arch all` and tests/swarm/gate/test_architecture_check.
+The third invariant, that one hook serves all architectures, is `swarm verify --arch all`, and
+tests/swarm/gate/test_architecture_check.
 """
 
 from __future__ import annotations

@@ -47,7 +47,8 @@ def probabilities(tokens: list[int]) -> npt.NDArray[np.float64]:
     """A model: which token follows depends on the last two, and rather strongly, so that texts repeat."""
     rng = np.random.default_rng(zlib.crc32(bytes(tokens[-2:])))
     weights = np.exp(3 * rng.standard_normal(N_VOCAB))
-    return weights / weights.sum()
+    chances: npt.NDArray[np.float64] = weights / weights.sum()
+    return chances
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])

@@ -61,7 +61,7 @@ class Knowing:
 
 
 def novel(n: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).permutation(100_000)[:n].tolist()
+    return [int(token) for token in np.random.default_rng(seed).permutation(100_000)[:n]]
 
 
 def ngram() -> Source:

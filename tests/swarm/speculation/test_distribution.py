@@ -1,12 +1,13 @@
 """With drafts a sampled text has the model's own distribution: a chi-square test, which a biased rule must fail.
 
-Two tokens are drawn after a fixed text, the first drafted by a drafter that is mostly right, the second by one that is mostly wrong.
-Their joint counts are compared with the exact joint probabilities; so a fault in the rule shows whether it favours drafts, skips
-a draw or draws from the wrong row.
+Two tokens are drawn after a fixed text, in one step or two, with a draft that is mostly likely and sometimes not. Their joint
+counts are compared with the exact joint probabilities; so a fault in the rule shows whether it favours drafts, draws too often or
+draws from the wrong row.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -27,7 +28,8 @@ Rule = Callable[[Sequence[int], Draw], list[int]]
 
 def softmax(logits: npt.NDArray[np.float64], temperature: float) -> npt.NDArray[np.float64]:
     weights: npt.NDArray[np.float64] = np.exp((logits - logits.max()) / temperature)
-    return weights / weights.sum()
+    chances: npt.NDArray[np.float64] = weights / weights.sum()
+    return chances
 
 
 def chi_square(rule: Rule, temperature: float, *, penalty: float = 0.0, seed: int = 0) -> float:
@@ -36,28 +38,32 @@ def chi_square(rule: Rule, temperature: float, *, penalty: float = 0.0, seed: in
     first = model.standard_normal(N_VOCAB)
     second = model.standard_normal((N_VOCAB, N_VOCAB))  # after each first token
 
-    def row(drawn: Sequence[int]) -> npt.NDArray[np.float64]:
-        logits = first if not drawn else second[drawn[0]].copy()
-        if drawn:
-            logits[drawn[0]] -= penalty
-        return softmax(logits, temperature)
-
+    second[np.arange(N_VOCAB), np.arange(N_VOCAB)] -= penalty
+    begin = softmax(first, temperature)
+    after = np.stack([softmax(logits, temperature) for logits in second])  # [V, V]
+    joint = begin[:, np.newaxis] * after
+    # What an inverse of the cumulative distribution draws: row 0 at the beginning, row 1 + t after token t.
+    cumulative = np.cumsum(np.vstack([begin, after]), axis=1)
+    cumulative[:, -1] = 1.0
+    table = cumulative.tolist()
     rng = np.random.default_rng(seed)
+    chances = iter(rng.random(8 * N_DRAWS).tolist())
     counts = np.zeros((N_VOCAB, N_VOCAB))
     for _ in range(N_DRAWS):
         drawn: list[int] = []
         while len(drawn) < 2:
-            # One step: it drafts up to what is missing; the model's rows follow the drafts, as a batch has them.
-            likely = [int(row(drawn).argmax())] if rng.random() < 0.8 else [int(rng.integers(N_VOCAB))]
-            drafts = [*likely, int(row([*drawn, *likely]).argmin())][: 1 - len(drawn)]
+            chance = next(chances)
+            draft = int(begin.argmax()) if chance < 0.8 else int(chance * 1000) % N_VOCAB
+            drafts = [draft] if not drawn else []  # no step drafts past the end
             context = [*drawn, *drafts]
 
             def draw(index: int, n: int = len(drawn), context: list[int] = context) -> int:
-                return int(rng.choice(N_VOCAB, p=row(context[: n + index])))
+                at = n + index
+                return bisect.bisect_right(table[1 + context[at - 1] if at else 0], next(chances))
 
             drawn += rule(drafts, draw)
         counts[drawn[0], drawn[1]] += 1
-    expected = N_DRAWS * np.array([row([])[token] * row([token]) for token in range(N_VOCAB)])
+    expected = N_DRAWS * joint
     return float(((counts - expected) ** 2 / expected).sum())
 
 
