@@ -18,10 +18,14 @@ from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser
 from peer.compute import MAX_LINE, Compute
 from peer.disk_bound import DiskBoundExecutor
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
+from peer.limits import Schedule
 from peer.model_file import OpenModel, choose_experts, open_model_file
+from peer.pauses import OthersLoad, Pauses, outside_hours, while_busy
+from peer.traffic import Traffic
 from peer.trust import choose_trusted
 from swarm import __version__
 from swarm.errors import Leaving, NetworkError, Overloaded, RemoteProtocolError, SwarmError, UserError
+from swarm.experts.device_ffn import DeviceFfn, reserve_slice
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.files import Folders
@@ -73,8 +77,13 @@ class PeerConfig:
         model: which of the registry's models, by name or id prefix; None: the only one.
         publishers: whose models may be fetched; None: anybody's.
         fault: (layer, expert) in which one byte is changed after the hash check: the control of `swarm verify`.
+        device: what computes: `cpu`, `auto`, or as `swarm.native.devices.choose_device` takes it.
         disk_bytes_per_s: compute as slowly as from a disk of this speed: for tests and benchmarks of placement.
         name, place: shown on the map, for all to see.
+        max_upload_bytes_s, max_download_bytes_s: of all traffic; None: no cap.
+        schedule: when to serve; None: always.
+        pauses_when_busy: rest while others need the machine.
+        is_relays_only: be reached through relays alone: for benchmarks of relays.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -88,21 +97,32 @@ class PeerConfig:
     port: int = 0
     advertise: str | None = None
     n_threads: int = 1
+    device: str = "cpu"
     exact_kernels: bool = False
     fault: tuple[int, int] | None = None
     disk_bytes_per_s: float | None = None
     name: str = ""
     place: tuple[int, int] | None = None
+    max_upload_bytes_s: float | None = None
+    max_download_bytes_s: float | None = None
+    schedule: Schedule | None = None
+    pauses_when_busy: bool = False
+    is_relays_only: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerReady:
-    """What a peer says once it is announced."""
+    """What a peer says once it is announced.
+
+    Attributes:
+        reach: how others reach it, as far as is known then: a value of `swarm.net.reachability.Reach`.
+    """
 
     node: str
     model: str
     experts: str
     address: str
+    reach: str = "unknown"
 
 
 class Progress:
@@ -123,7 +143,7 @@ class _Slice:
     """Experts that are loaded."""
 
     experts: ExpertSet
-    ffn: ExpertFfn
+    ffn: ExpertFfn | DeviceFfn
     executor: ExpertExecutor
     compute: Compute
 
@@ -165,6 +185,17 @@ class PeerDaemon:
         self._is_leaving = False
         self._under_way: set[asyncio.Future[m.Result]] = set()  # dispatches in line or computed, and
         self._in_line: Counter[NodeId] = Counter()  # how many of them are each backbone's
+        self._pauses = self._make_pauses()
+        self._traffic: Traffic | None = None
+        self._announcing: asyncio.Task[None] | None = None
+
+    def _make_pauses(self) -> Pauses:
+        reasons = []
+        if self._config.schedule is not None:
+            reasons.append(outside_hours(self._config.schedule))
+        if self._config.pauses_when_busy:
+            reasons.append(while_busy(OthersLoad()))
+        return Pauses(reasons)
 
     async def run(self, on_ready: Callable[[PeerReady], None]) -> None:
         """Serve until cancelled, then withdraw the announcement.
@@ -185,8 +216,16 @@ class PeerDaemon:
             handler=self._handle,
             serves=(m.Dispatch, m.GetStatus),
         )
-        async with endpoint, PathFinder(endpoint, takes_calls=True) as finder:
+        async with (
+            endpoint,
+            PathFinder(endpoint, takes_calls=True, is_relays_only=self._config.is_relays_only) as finder,
+        ):
             self._finder = finder
+            self._traffic = Traffic(
+                endpoint,
+                max_upload_bytes_s=config.max_upload_bytes_s,
+                max_download_bytes_s=config.max_download_bytes_s,
+            )
             pool = Pool(endpoint, finder)
             kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
             registry = RegistryClient(finder, config.registry, cache=kept)
@@ -213,16 +252,17 @@ class PeerDaemon:
             async with asyncio.TaskGroup() as tasks:
                 assert self._finder is not None
                 relays = [RelayAddress(address=each.address, node=each.node) for each in self._config.registry]
-                tasks.create_task(self._finder.keep_reservations(relays, announcer.announce_soon))
+                tasks.create_task(self._finder.keep_reachable(relays, announcer.announce_soon))
                 async with self._open_model(registry, pool) as opened:
                     await self._settle(opened, registry, announcer, tasks)
                     await opened.fetch(self._experts)
                     self._slice = await self._load(opened.model, self._experts)
                 if self._chooser is None:
-                    tasks.create_task(announcer.run())
+                    self._announcing = tasks.create_task(announcer.run())
                 else:
                     announcer.announce_soon()
                     tasks.create_task(self._rebalance(self._chooser, registry, pool, announcer))
+                tasks.create_task(self._rest(announcer, tasks))
                 await self._serve(registry, announcer, on_ready)
         except* SwarmError as group:
             raise group.exceptions[0] from None
@@ -237,6 +277,7 @@ class PeerDaemon:
             model=f"{self._model_name}@{self._manifest.model_id.short}",
             experts=str(self._experts),
             address=self._config.advertise or await registry.observed_address(),
+            reach="unknown" if self._finder is None else self._finder.how_reached().value,
         )
         logger.info("joined with %s of %s", ready.experts, ready.model)
         on_ready(ready)
@@ -244,6 +285,24 @@ class PeerDaemon:
             await asyncio.Event().wait()
         finally:  # at once, before the withdrawal: what comes from here on goes to a replica without a detour
             self._is_leaving = True
+
+    async def _rest(self, announcer: Announcer, tasks: asyncio.TaskGroup) -> None:
+        """Withdraw while there is a reason to rest, and come back after it; what is in line is finished."""
+        await (
+            announcer.is_announced.wait()
+        )  # a volunteer who joins outside the hours sees that it works, and then rests
+        tasks.create_task(self._pauses.run())
+        while True:
+            await self._pauses.changed()
+            if self._pauses.why:
+                logger.warning("resting: %s", self._pauses.why)
+                if self._announcing is not None:
+                    self._announcing.cancel()  # which withdraws
+                    await asyncio.wait([self._announcing])
+            else:
+                logger.warning("serving again")
+                announcer.announce_soon()
+                self._announcing = tasks.create_task(announcer.run())
 
     async def _drain(self) -> None:
         """Finish what is in line; new dispatches are refused. A second cancellation ends this, too."""
@@ -310,7 +369,7 @@ class PeerDaemon:
             if is_claimed:
                 announcer.announce_soon()
             else:
-                tasks.create_task(announcer.run())
+                self._announcing = tasks.create_task(announcer.run())
                 is_claimed = True
             await announcer.is_announced.wait()
 
@@ -377,8 +436,10 @@ class PeerDaemon:
     async def _load(self, model: OpenModel, experts: ExpertSet) -> _Slice:
         """Return a slice whose every block was checked against the manifest."""
 
-        def load(check: Check) -> ExpertFfn:
-            ffn = ExpertFfn(model.manifest.spec, experts, n_threads=self._config.n_threads)
+        def load(check: Check) -> ExpertFfn | DeviceFfn:
+            ffn = reserve_slice(
+                model.manifest.spec, experts, device=self._config.device, n_threads=self._config.n_threads
+            )
             try:
                 self._fill(ffn, experts, model.manifest, model.source, check)
             except BaseException:
@@ -394,7 +455,14 @@ class PeerDaemon:
             executor = DiskBoundExecutor(ffn, spec, bytes_per_s=disk_bytes_per_s)
         return _Slice(experts=experts, ffn=ffn, executor=executor, compute=Compute(executor))
 
-    def _fill(self, ffn: ExpertFfn, experts: ExpertSet, manifest: Manifest, source: BlockSource, check: Check) -> None:
+    def _fill(
+        self,
+        ffn: ExpertFfn | DeviceFfn,
+        experts: ExpertSet,
+        manifest: Manifest,
+        source: BlockSource,
+        check: Check,
+    ) -> None:
         for n_done, (layer, expert) in enumerate(experts, 1):
             check()
             block = source.read_block(layer, expert)
@@ -443,6 +511,8 @@ class PeerDaemon:
             raise LookupError(f"this peer serves model {self._manifest.model_id.short}")
         if self._is_leaving:
             raise Leaving("this peer is leaving")
+        if self._pauses.why:
+            raise Leaving(f"this peer rests: {self._pauses.why}")
         return self._start(self._slice_for(request, self._slice).compute, connection.remote, request)
 
     def _slice_for(self, request: m.Dispatch, current: _Slice) -> _Slice:
@@ -466,12 +536,17 @@ class PeerDaemon:
             mean_s = compute.stats.compute_s / max(1, compute.stats.n_computations)
             retry_after_s = min(max(n_mine * mean_s, MIN_RETRY_S), MAX_RETRY_S)
             raise Overloaded(f"{n_mine} dispatches of this backbone wait at this peer", retry_after_s=retry_after_s)
+        traffic, loop = self._traffic, asyncio.get_running_loop()
+        assert traffic is not None
+        n_bytes = traffic.admit(request)
         answer = compute.start(request, backbone)
+        traffic.promise(n_bytes)
         self._under_way.add(answer)
         self._in_line[backbone] = n_mine + 1
 
         def is_done(_: asyncio.Future[m.Result]) -> None:
             self._under_way.discard(answer)
+            loop.call_soon(traffic.settle, n_bytes)  # once its bytes are counted
             self._in_line[backbone] -= 1
             if not self._in_line[backbone]:
                 del self._in_line[backbone]
@@ -491,6 +566,7 @@ class PeerDaemon:
             "model": str(self._manifest.model_id) if self._manifest else None,
             "experts": self._experts.grouped(),
             "exact_kernels": self._config.exact_kernels,
+            "resting": self._pauses.why,
         }
         if self._slice is not None:
             stats = self._slice.compute.stats

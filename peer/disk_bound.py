@@ -11,15 +11,14 @@ import time
 import numpy as np
 import numpy.typing as npt
 
-from swarm.experts.executor import ExpertExecutor
-from swarm.experts.expert_ffn import ExpertFfn
+from swarm.experts.executor import ExpertExecutor, SliceFfn
 from swarm.model.spec import ModelSpec
 
 
 class DiskBoundExecutor(ExpertExecutor):
     """Computes after a wait."""
 
-    def __init__(self, ffn: ExpertFfn, spec: ModelSpec, *, bytes_per_s: float) -> None:
+    def __init__(self, ffn: SliceFfn, spec: ModelSpec, *, bytes_per_s: float) -> None:
         super().__init__(ffn, spec)
         self._bytes_per_s = bytes_per_s
         self._block_bytes = {layer: spec.block_size_bytes(layer) for layer in spec.moe_layers}

@@ -32,6 +32,7 @@ from swarm.ip import plain_ip
 from swarm.net.addresses import format_address, is_loopback, parse_address
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
+from swarm.net.reachability import ReachBroker
 from swarm.registry.announcer import SequenceNumbers
 from swarm.registry.client import RegistryAddress
 from swarm.registry.networks import Scope, host_of, scope_of
@@ -160,6 +161,7 @@ class RelayDaemon:
             ready = self._ready(endpoint.port)
             self.service.attach(endpoint.send_raw, self._relay_addresses(ready))
             endpoint.on_other = self.service.on_packets
+            ReachBroker(endpoint, now=self._now)
             logger.info("registry %s listens on UDP %s", self._identity.node_id.short, ready.address)
             path = None if self._config.state is None else self._config.state / f"{self._identity.node_id}.seq"
             member = RingMember(

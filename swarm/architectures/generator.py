@@ -189,7 +189,7 @@ def draw(tensor: TensorInfo, seed: int) -> bytes:
     rng = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
     shape = tensor.shape[::-1]
     values: npt.NDArray[np.float32] = rng.standard_normal(shape, dtype=np.float32)
-    stem = tensor.name.split(".", 2)[-1]  # without blk.N
+    stem = re.sub(r"^blk\.\d+\.", "", tensor.name)
     if tensor.name.endswith(".scale"):
         values = 1 + 0.2 * values
     elif stem == "ssm_a":

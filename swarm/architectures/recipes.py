@@ -36,7 +36,7 @@ class Recipe:
 
     Attributes:
         architecture: llama.cpp's name.
-        source: the file of llama.cpp that calls `build_moe_ffn` for it, below src/models.
+        source: the file of llama.cpp that calls `build_moe_ffn` for it, below src/models; some serve several architectures.
         keys: metadata beyond the broad set, without the architecture's prefix.
         left_out: keys of the broad set that it must not have.
         why_not: why no file can be made, or none that can be compared; empty: it can.
@@ -196,6 +196,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe(architecture="dbrx", source="dbrx"),
     Recipe(architecture="deepseek", source="deepseek"),
     Recipe(architecture="deepseek2", source="deepseek2", keys=_latent_attention()),
+    Recipe(architecture="deepseek2-ocr", source="deepseek"),
     Recipe(architecture="deepseek32", source="deepseek32", keys=_latent_attention()),
     Recipe(
         architecture="deepseek4",
@@ -271,6 +272,7 @@ RECIPES: tuple[Recipe, ...] = (
         },
     ),
     Recipe(architecture="granitehybrid", source="granite-hybrid", keys=_HYBRID),
+    Recipe(architecture="granite", source="granite"),
     Recipe(architecture="granite_swa", source="granite-swa", keys=_PATTERN),
     Recipe(architecture="granitemoe", source="granite"),
     Recipe(architecture="grok", source="grok"),
@@ -317,6 +319,7 @@ RECIPES: tuple[Recipe, ...] = (
     Recipe(architecture="maple", source="maple", keys={**_PATTERN, "swiglu_clamp_exp": 7.0}),
     Recipe(architecture="mellum", source="mellum"),
     Recipe(architecture="mimo2", source="mimo2", keys=_PATTERN),
+    Recipe(architecture="minicpm", source="granite"),
     Recipe(architecture="minimax-01", source="minimax-01"),
     Recipe(architecture="minimax-m2", source="minimax-m2"),
     Recipe(
@@ -325,6 +328,7 @@ RECIPES: tuple[Recipe, ...] = (
         keys={"rope.dimension_count": 64, "attention.indexer.head_count": N_HEAD},
     ),
     Recipe(architecture="mistral3", source="mistral3"),
+    Recipe(architecture="mistral4", source="deepseek2", keys=_latent_attention()),
     Recipe(
         architecture="nemotron_h",
         source="nemotron-h",

@@ -192,7 +192,7 @@ async def open_backbone(
         async with _cancelled_at_exit() as tasks:
             tasks.create_task(announcer.run())
             relays = [RelayAddress(address=each.address, node=each.node) for each in config.registry]
-            tasks.create_task(finder.keep_reservations(relays, announcer.announce_soon))
+            tasks.create_task(finder.keep_reachable(relays, announcer.announce_soon))
             tasks.create_task(holders.run())
             if config.shares_histogram:
                 publisher = HistogramPublisher(

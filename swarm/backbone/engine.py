@@ -31,6 +31,7 @@ from swarm.dispatch.origin import Origin, OriginPart, StepOrigins, next_sequence
 from swarm.errors import ConnectionLost, EngineError, ExpertUnavailable, SwarmError
 from swarm.model.expert_kinds import Stub
 from swarm.model.spec import ModelSpec
+from swarm.native.devices import CPU, choose_device
 from swarm.native.library import use_exact_kernels
 from swarm.native.llama import BatchPart, LlamaContext, LlamaModel
 
@@ -61,6 +62,7 @@ class EngineConfig:
     Attributes:
         n_ctx: tokens of each sequence; 0 takes the model's own, up to 4096.
         n_sequences: that the KV cache has room for at once.
+        device: where the backbone's layers are computed: `cpu`, `auto`, or as `swarm.native.devices.choose_device` takes it.
         kv_types: of K and of V in the cache; see `swarm.native.llama.KV_TYPES`.
         n_batch, n_ubatch: most tokens of a call and of one graph; an ubatch is what one dispatch of a layer carries.
         exact_kernels: no repacked weights, no tiled kernels: sums in the order of every other such build.
@@ -75,6 +77,7 @@ class EngineConfig:
     overlaps: bool = True
     n_sequences: int = 1
     kv_types: tuple[str, str] = ("f16", "f16")
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -491,7 +494,12 @@ class Engine:
             # Only where nothing is repacked does a mapped file cost less memory than one that was read; and stubs that are
             # holes of the file must not be read at all.
             is_mapped = config.exact_kernels or self._spec.expert_kind.stub is Stub.SPARSE
-            self._model = LlamaModel(self._path, exact_kernels=config.exact_kernels, is_mapped=is_mapped)
+            self._model = LlamaModel(
+                self._path,
+                exact_kernels=config.exact_kernels,
+                device=None if config.device == CPU else choose_device(config.device),
+                is_mapped=is_mapped,
+            )
         assert self._bridge is not None
         self._hook = MoeHook(
             self._spec.moe_layers,

@@ -92,7 +92,7 @@ class Job:
     """A request at work.
 
     Attributes:
-        began_at: when it was accepted; read_at: of its latest token.
+        began_at: when it was accepted; token_at: of its latest token.
     """
 
     live: LiveRequest
@@ -128,7 +128,7 @@ class Lane:
     """The batch of one engine.
 
     Attributes:
-        jobs: origin -> what is at work.
+        jobs: origin -> what is at work; schedule: its batch; slots: its places.
     """
 
     def __init__(
@@ -146,23 +146,12 @@ class Lane:
         self.jobs: dict[int, Job] = {}
         self.engine = engine
         self._events = events
-        self._n_slots = n_slots
-        self._fill_wait_s = fill_wait_s
+        self.schedule = LaneSchedule(n_slots=n_slots, fill_wait_s=fill_wait_s)
         self._now = now
-        self._schedule: LaneSchedule | None = None
         self._newcomers: deque[tuple[Job, Seat]] = deque()
         self._changed = asyncio.Event()
         self._step: frozenset[int] = frozenset()  # origins in the step under way
         self._scope: asyncio.Timeout | None = None
-
-    @property
-    def schedule(self) -> LaneSchedule:
-        """Its batch; the engine must be running."""
-        if self._schedule is None:
-            self._schedule = LaneSchedule(
-                n_slots=self._n_slots, n_batch=self.engine.n_batch, fill_wait_s=self._fill_wait_s
-            )
-        return self._schedule
 
     def texts(self) -> dict[int, Tokens]:
         """Return origin -> computed tokens of what is at work."""
@@ -212,7 +201,8 @@ class Lane:
         self._changed.set()
 
     async def run(self) -> None:
-        """Work for ever."""
+        """Work for ever; the engine must be running."""
+        self.schedule.n_batch = self.engine.n_batch
         while True:
             self._changed.clear()
             try:

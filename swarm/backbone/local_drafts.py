@@ -84,7 +84,7 @@ class LocalDrafter:
                 drafts.append(token)
                 probabilities.append(probability)
         except SwarmError as error:
-            logger.warning("no draft: %s", error)
+            logger.debug("no draft: %s", error)
             drafts = []
         self._latest = len(tokens), drafts, probabilities[: len(drafts)]
         self._put_back(at, state)

@@ -69,6 +69,7 @@ class LocalKeeper:
 
     Attributes:
         is_held: change nothing any more: for measurements.
+        n_changes: how often the kept set has changed.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class LocalKeeper:
         self._now = now
         self._fetch = fetch
         self.is_held = False
+        self.n_changes = 0
         self._is_chosen = False  # by popularity
         self._has_failed = False
         self._restore()
@@ -151,6 +153,7 @@ class LocalKeeper:
             self._local.change(better, self._read, check)
 
         await run_interruptibly(load)
+        self.n_changes += 1
         logger.info(
             "%d experts of %d are computed here, %.0f MB", len(better), len(spec.all_experts), self._local.n_bytes / 1e6
         )

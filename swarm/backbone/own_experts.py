@@ -106,7 +106,9 @@ class OwnExperts:
         if self._executor is None:
             if self._path is None:
                 raise ExpertsNotHeld(f"layer {layer} is not computed here")
-            logger.warning("no peer answers for some experts: computing them here, from %s", self._path.name)
+            logger.warning(
+                "computing some experts here, from %s: no peer answers for them, or an audit asks", self._path.name
+            )
             self._opened = InProcessExperts.open(self._path, n_threads=self._n_threads)
             self._executor = ExpertExecutor(self._opened.ffn, self._spec)
         return self._executor.run(layer, x, row_counts, expert_ids, weights)

@@ -123,15 +123,16 @@ class LaneSchedule:
     Attributes:
         requests: in the order in which they joined.
         cost: of its steps.
+        n_batch: most rows of a step.
     """
 
-    def __init__(self, *, n_slots: int, n_batch: int, fill_wait_s: float = 0.0) -> None:
+    def __init__(self, *, n_slots: int, n_batch: int = 1, fill_wait_s: float = 0.0) -> None:
         """`fill_wait_s`: how long a step waits for more requests to join, from the moment that it could begin."""
         self.requests: list[LiveRequest] = []
         self.cost = StepCost()
         self.isolated: deque[LiveRequest] = deque()
         self._n_slots = n_slots
-        self._n_batch = n_batch
+        self.n_batch = n_batch
         self._fill_wait_s = fill_wait_s
         self._ready_since: float | None = None
 
@@ -174,7 +175,7 @@ class LaneSchedule:
         decoding = [request for request in ready if request.n_pending == 1]
         prefilling = [request for request in ready if request.n_pending > 1]
         shares = []
-        n_left = self._n_batch
+        n_left = self.n_batch
         for index, request in enumerate(decoding):
             # One row is left for each of those that follow, whatever is drafted.
             n_room = n_left - (len(decoding) - index)
@@ -183,14 +184,14 @@ class LaneSchedule:
             n_left -= 1 + n_draft
             if n_left <= 0:
                 return shares
-        n_chunk = min(n_left, self._chunk(self._n_batch - n_left)) if decoding else n_left
+        n_chunk = min(n_left, self._chunk(self.n_batch - n_left)) if decoding else n_left
         return shares + self._chunks(prefilling, n_chunk)
 
     def _chunk(self, n_decoding: int) -> int:
         """Return how many rows of prompts a step may have beside those of the requests that stream."""
         row_s = self.cost.row_s
         if not row_s:
-            return self._n_batch
+            return self.n_batch
         return max(int(self.cost.seconds(n_decoding) * SLOWDOWN / row_s), MIN_CHUNK)
 
     def _chunks(self, prefilling: list[LiveRequest], n_chunk: int) -> list[StepShare]:

@@ -51,6 +51,14 @@ class Phase(StrEnum):
     PREFILL = "prefill"
 
 
+class Pooling(StrEnum):
+    """What the peers hold, and who uses them."""
+
+    PARTS = "parts"  # each expert has one peer
+    SHARED = "shared"  # every peer holds everything, both backbones use all
+    DISJOINT = "disjoint"  # every peer holds everything, each backbone uses every second one
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FederationOptions:
     """What to measure.
@@ -71,6 +79,7 @@ class FederationOptions:
     n_prompt_tokens: int = 256
     turn_s: float = 6.0
     n_repetitions: int = 3
+    pooling: Pooling = Pooling.PARTS
     disk_rate: str | None = None
 
 
@@ -131,6 +140,7 @@ async def measure_federation(options: FederationOptions, progress: Callable[[int
         "n_streams": list(options.n_streams),
         "n_prompt_tokens": options.n_prompt_tokens,
         "turn_s": options.turn_s,
+        "pooling": options.pooling.value,
         "disk_rate": options.disk_rate,
         "n_repetitions": options.n_repetitions,
     } | federation_figures(alone, together)
@@ -194,8 +204,9 @@ async def _federation(
     """Yield the two backbones, each over paths of its own to all peers."""
     with GgufFile(options.model) as file:
         n_expert = read_spec(file).n_expert
-    if not 1 <= options.n_peers <= n_expert:
-        raise UserError(f"wrong number of peers: got {options.n_peers}, expected 1 to {n_expert}")
+    least = N_BACKBONES if options.pooling is Pooling.DISJOINT else 1
+    if not least <= options.n_peers <= n_expert:
+        raise UserError(f"wrong number of peers: got {options.n_peers}, expected {least} to {n_expert}")
     ports = [free_port() for _ in range(N_BACKBONES)]
     async with contextlib.AsyncExitStack() as stack:
         swarm = await stack.enter_async_context(LocalSwarm(folder / "children"))
@@ -204,10 +215,14 @@ async def _federation(
             hub = await stack.enter_async_context(EmulatedPaths())
             await _declare_links(hub, options)
         slow = [] if options.disk_rate is None else ["--slow-disk", options.disk_rate]
-        for index, share in enumerate(contiguous_shares(n_expert, options.n_peers)):
+        shares = contiguous_shares(n_expert, options.n_peers)
+        if options.pooling is not Pooling.PARTS:
+            shares = [range(n_expert)] * options.n_peers
+        for index, share in enumerate(shares):
             extra = await _lay_paths(hub, options, index, ports) if hub is not None else []
             await swarm.add_peer(share, "--model", str(options.model), *slow, *extra)
         members = []
+        nodes = [str(peer.ready["node"]) for peer in swarm.peers]
         for index, port in enumerate(ports):
             told = MemberOptions(
                 registry=swarm.registry,
@@ -218,6 +233,7 @@ async def _federation(
                 phase=options.phases[index].value,
                 n_streams=options.n_streams[index],
                 n_prompt_tokens=options.n_prompt_tokens,
+                allowed_peers=tuple(nodes[index::N_BACKBONES]) if options.pooling is Pooling.DISJOINT else (),
             )
             members.append(await stack.enter_async_context(_member(told, folder / f"backbone{index}.log")))
         yield members, hub

@@ -24,6 +24,7 @@ from swarm.backbone.prepared import prepare_model
 from swarm.errors import SwarmError
 from swarm.files import Folders
 from swarm.identity import Identity
+from swarm.ids import NodeId
 from swarm.registry.client import parse_registry
 from swarm.wire.rows import parse_wire
 
@@ -40,6 +41,7 @@ class MemberOptions:
     Attributes:
         port: its UDP port, so that the emulator knows it.
         n_streams: sequences at once, each on an engine of its own, all over one dispatcher.
+        allowed_peers: the node ids of the only peers to use; empty: all.
     """
 
     registry: str
@@ -50,6 +52,7 @@ class MemberOptions:
     phase: str
     n_streams: int
     n_prompt_tokens: int
+    allowed_peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,7 @@ async def _engines(options: MemberOptions) -> AsyncIterator[list[Engine]]:
             port=options.port,
             engine=config,
             shares_histogram=False,
+            allowed_peers=frozenset(map(NodeId.parse, options.allowed_peers)) if options.allowed_peers else None,
         )
         async with (
             open_backbone(backbone, Identity.generate(), prepared=prepared) as running,

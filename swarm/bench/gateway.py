@@ -4,6 +4,9 @@ The streams are asked of the backbone as the gateway asks them; HTTP itself is l
 repetition, so that the scaling is a ratio within one run. Tokens count only while all of them stream: from the moment at which
 the last stream has its first token to the end of the first.
 
+With `n_compared` tokens, every stream's answer in the batch is compared with the one it has alone: tokens at temperature 0 are
+the same, or differ first where the two best logits are a near-tie, since kernels may sum in another order with more rows.
+
 A *cold* first token is of a prompt that nobody has seen; a *warm* one of the same prompt again, of which a slot or the prefix
 cache still has all but the last token.
 """
@@ -14,7 +17,7 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,12 @@ import numpy as np
 
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.generate import Backbone, ServingConfig
-from swarm.backbone.requests import GenerationRequest, SamplingParams
+from swarm.backbone.requests import GenerationRequest, SamplingParams, TokenLogprob
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
 from swarm.wire.rows import Wire
 
 N_PROMPT = 16
+TIE_GAP = 0.2  # of logits: the gate's figure (docs/gate.md)
 N_WARM_UP = 4  # tokens of the first request, which meets cold connections
 
 
@@ -39,6 +43,7 @@ class GatewayOptions:
         n_streams: requests at once; n_slots: that can run at once, over n_lanes.
         n_tokens: of each stream.
         n_prefix: tokens of the prompt whose first token is timed cold and warm; 0: none.
+        n_compared: tokens of answers that are compared with those of each request alone; 0: none.
     """
 
     model: Path
@@ -51,6 +56,7 @@ class GatewayOptions:
     n_tokens: int = 24
     n_repetitions: int = 3
     n_prefix: int = 1000
+    n_compared: int = 0
     n_ctx: int = 4096
     fill_wait_s: float = 0.0
 
@@ -120,7 +126,15 @@ async def _measure(testbed: Testbed, options: GatewayOptions, progress: Callable
             colds.append(await _read(backbone, ask(long, 1)))
             warms.append(await _read(backbone, ask(long, 1)))
     progress(options.n_repetitions, options.n_repetitions)
-    return _figures(options, backbone, singles, many, colds, warms)
+    figures = _figures(options, backbone, singles, many, colds, warms)
+    if options.n_compared:
+        requests = [
+            replace(ask(prompt(N_PROMPT + i), options.n_compared), n_logprobs=2) for i in range(options.n_streams)
+        ]
+        together = await asyncio.gather(*(_tokens(backbone, request) for request in requests))
+        alone = [await _tokens(backbone, request) for request in requests]
+        figures |= compared(together, alone)
+    return figures
 
 
 async def _read(backbone: Backbone, request: GenerationRequest) -> _Stream:
@@ -130,6 +144,29 @@ async def _read(backbone: Backbone, request: GenerationRequest) -> _Stream:
         if delta.finish_reason is None:
             token_at.append(time.perf_counter())
     return _Stream(asked_at, token_at)
+
+
+async def _tokens(backbone: Backbone, request: GenerationRequest) -> list[TokenLogprob]:
+    return [entry async for delta in backbone.generate(request) for entry in delta.logprobs]
+
+
+def compared(together: Sequence[Sequence[TokenLogprob]], alone: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
+    """Return how many answers are the same, and of the others by how much the better token led where they differ first."""
+    gaps = []
+    for ours, reference in zip(together, alone, strict=True):
+        for mine, other in zip(ours, reference, strict=True):
+            if mine.piece != other.piece:
+                (_, best), (_, second) = other.likeliest
+                gaps.append(best - second)
+                break
+    return {
+        "n_compared_answers": len(alone),
+        "n_compared_tokens": sum(map(len, alone)),
+        "n_same_answers": len(alone) - len(gaps),
+        "n_ties": sum(gap <= TIE_GAP for gap in gaps),
+        "n_wrong": sum(gap > TIE_GAP for gap in gaps),
+        "gaps_where_different": gaps,
+    }
 
 
 def together_per_s(streams: list[_Stream]) -> float:

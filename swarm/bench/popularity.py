@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from swarm.backbone.assembly import RunningBackbone, open_backbone
+from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.local_keeper import LocalBudget
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
@@ -207,7 +207,7 @@ async def open_local(
     assert testbed.config is not None
     manifest = testbed.running.manifest
     spec = manifest.spec
-    _keep(testbed.config.folders.state / f"popularity-{manifest.model_id}.json", popularity)
+    keep_popularity(testbed.config, popularity, manifest.model_id)
     config = replace(testbed.config, engine=engine, local_experts=LocalBudget(size_bytes))
     running = await stack.enter_async_context(open_backbone(config, Identity.generate()))
     await running.holders.wait_complete(LOAD_TIMEOUT_S)
@@ -220,9 +220,10 @@ async def open_local(
     return running
 
 
-def _keep(path: Path, popularity: Popularity) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(popularity.to_bytes())
+def keep_popularity(config: BackboneConfig, popularity: Popularity, model: ModelId) -> None:
+    """Write what was learned where backbones of this configuration look for it when they start."""
+    config.folders.state.mkdir(parents=True, exist_ok=True)
+    (config.folders.state / f"popularity-{model}.json").write_bytes(popularity.to_bytes())
 
 
 def _random_tokens(running: RunningBackbone, seed: tuple[int, ...], n_tokens: int) -> list[int]:

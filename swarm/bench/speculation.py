@@ -134,7 +134,7 @@ async def measure_speculation(options: SpeculationOptions, progress: Progress) -
             folder, options.model, n_peers=options.n_peers, wire=options.wire, paths=options.paths, engine=engine
         )
         testbed = await stack.enter_async_context(opening)
-        text = _read(options.source, testbed.running.engine)
+        text = read_tokens(options.source, testbed.running.engine)
         running = await _with_local(stack, testbed, options, engine, text)
         model: DraftModel | None = None
         if options.draft_model is not None:
@@ -154,7 +154,8 @@ async def measure_speculation(options: SpeculationOptions, progress: Progress) -
         return _figures(options, running, drafting, done)
 
 
-def _read(path: Path, engine: Engine) -> list[int]:
+def read_tokens(path: Path, engine: Engine) -> list[int]:
+    """Return the tokens of a text file, of its beginning if it is long."""
     with path.open("rb") as file:
         text = file.read(MAX_TEXT_BYTES).decode("utf-8", "replace")
     return engine.model.tokenize(text, add_special=False, parse_special=False)

@@ -22,6 +22,7 @@ COMMANDS = {
     "trace": ("swarm.cli.trace", "trace"),
     "relay": ("swarm.cli.relay", "relay"),
     "peers": ("swarm.cli.peers", "peers"),
+    "doctor": ("swarm.cli.doctor", "doctor"),
     "plan": ("swarm.cli.plan", "plan"),
     "split": ("swarm.cli.split", "split"),
     "bench": ("swarm.cli.bench.commands", "app"),

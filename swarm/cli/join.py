@@ -10,6 +10,7 @@ import typer
 
 from swarm.cli.options import (
     AdvertiseOption,
+    DeviceOption,
     ExactKernelsOption,
     HostOption,
     JsonOption,
@@ -20,6 +21,7 @@ from swarm.cli.options import (
     ThreadsOption,
     UntilEofOption,
     settle_advertise,
+    settle_device,
     settle_place,
 )
 from swarm.cli.registries import confirm, settle_registries
@@ -98,16 +100,40 @@ def join(
     ] = None,
     registry: RegistryOption = DEFAULT_REGISTRY,
     threads: ThreadsOption = 1,
+    device: DeviceOption = "cpu",
     host: HostOption = "0.0.0.0",
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
     exact_kernels: ExactKernelsOption = False,
+    max_upload: Annotated[
+        str | None,
+        typer.Option("--max-upload", metavar="SIZE", help="Most to send in a second, like 2MB.", show_default="no cap"),
+    ] = None,
+    max_download: Annotated[
+        str | None,
+        typer.Option(
+            "--max-download", metavar="SIZE", help="Most to receive in a second, like 2MB.", show_default="no cap"
+        ),
+    ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            "--schedule",
+            metavar="SPANS",
+            help="When to serve, by local time: 22:00-07:00,12:00-13:00.",
+            show_default="always",
+        ),
+    ] = None,
+    pause_when_busy: Annotated[
+        bool, typer.Option("--pause-when-busy", help="Rest while other programs use much of the machine.")
+    ] = False,
     name: NameOption = "",
     location: LocationOption = None,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
     plant_fault: Annotated[str | None, typer.Option("--plant-fault", metavar="LAYER:EXPERT", hidden=True)] = None,
     slow_disk: Annotated[str | None, typer.Option("--slow-disk", metavar="SIZE", hidden=True)] = None,
+    relays_only: Annotated[bool, typer.Option("--relays-only", hidden=True)] = False,
 ) -> None:
     """Give part of this machine: hold some experts of a model and compute them for others.
 
@@ -115,6 +141,7 @@ def join(
     """
     from peer.auto import AutoExperts
     from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
+    from peer.limits import parse_schedule
 
     folders = Folders.from_environment()
     identity = Identity.claim(folders.config, "join")
@@ -132,6 +159,7 @@ def join(
     wanted_layers = parse_index_set(layers, "layers") if layers else None
     advertised = settle_advertise(advertise)
     place = settle_place(location)
+    hours = None if schedule is None else parse_schedule(schedule)
     given = own_publishers(folders.config) | {NodeId.parse(each) for each in publisher or ()}
     fault = _parse_fault(plant_fault) if plant_fault else None
     disk_bytes_per_s = parse_size_bytes(slow_disk, "--slow-disk") if slow_disk else None
@@ -160,10 +188,12 @@ def join(
                     "model": ready.model,
                     "experts": ready.experts,
                     "address": ready.address,
+                    "reach": ready.reach,
                 }
             )
         else:
-            out.print(f"Joined as {ready.node[:8]} at {ready.address}", highlight=False)
+            how = "" if ready.reach == "unknown" else f" ({ready.reach}; swarm doctor says more)"
+            out.print(f"Joined as {ready.node[:8]} at {ready.address}{how}", highlight=False)
             out.print(f"with {ready.experts} of {ready.model}. Thank you! Ctrl-C leaves.", highlight=False)
 
     async def main() -> None:
@@ -186,11 +216,17 @@ def join(
             port=port,
             advertise=advertised,
             n_threads=threads,
+            device=settle_device(device, exact_kernels=exact_kernels),
             exact_kernels=exact_kernels,
             fault=fault,
             disk_bytes_per_s=disk_bytes_per_s,
+            max_upload_bytes_s=None if max_upload is None else parse_size_bytes(max_upload, "--max-upload"),
+            max_download_bytes_s=None if max_download is None else parse_size_bytes(max_download, "--max-download"),
+            schedule=hours,
+            pauses_when_busy=pause_when_busy,
             name=public_name(name),
             place=place,
+            is_relays_only=relays_only,
         )
         await PeerDaemon(config, identity, Bars()).run(on_ready)
 

@@ -30,6 +30,15 @@ AdvertiseOption = Annotated[
     typer.Option("--advertise", metavar="HOST:PORT", help="Address to announce, if not the one the registry sees."),
 ]
 ThreadsOption = Annotated[int, typer.Option("--threads", min=1, max=1024, help="Threads that compute.")]
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="What computes: auto (a GPU if there is one), cpu, a backend like cuda, or one device like CUDA1; "
+        "the llama.cpp library must be built for it.",
+    ),
+]
 ExactKernelsOption = Annotated[
     bool,
     typer.Option(
@@ -73,6 +82,13 @@ def settle_place(text: str | None) -> tuple[int, int] | None:
     if not (-90 <= latitude <= 90 and -180 <= longitude <= 180):
         raise UserError(f"bad location: got {text!r}, expected -90 to 90 degrees and -180 to 180")
     return latitude, longitude
+
+
+def settle_device(device: str, *, exact_kernels: bool) -> str:
+    """Return the device's name. Raises UserError where another device than the CPU is to have exact kernels."""
+    if exact_kernels and device.lower() != "cpu":
+        raise UserError(f"exact kernels are the CPU's: got --device {device}, expected cpu with --exact-kernels")
+    return device.lower()
 
 
 def settle_advertise(text: str | None) -> str | None:

@@ -190,16 +190,22 @@ def _state_of(peer: dict[str, Any]) -> str:
     return "loading" if peer.get("loading") else "up"
 
 
+def _path_of(peer: dict[str, Any]) -> str:
+    """Return how a peer was reached, and why not directly; where it was not, the address it announces."""
+    path = peer.get("path") or peer["addresses"][0]
+    return f"{path} ({peer['why_relayed']})" if peer.get("why_relayed") else str(path)
+
+
 def _print_model(model: dict[str, Any]) -> None:
     table = Table(title=Text(model["name"]), title_justify="left")
-    for column in ("peer", "address", "experts", "layers", "round trip", "assignments", "audits", "state"):
+    for column in ("peer", "path", "experts", "layers", "round trip", "assignments", "audits", "state"):
         table.add_column(column, overflow="fold")
     for peer in model["peers"]:
         for layers, experts in peer["experts"]:
             rtt = peer.get("rtt_s")
             table.add_row(
                 peer["node"][:8],
-                Text(peer["addresses"][0]),  # as text: brackets would be read as markup
+                Text(_path_of(peer)),  # as text: brackets would be read as markup
                 experts,
                 layers,
                 "" if rtt is None else f"{rtt * 1000:.1f} ms",

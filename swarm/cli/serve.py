@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,7 @@ from swarm.cli.gateway_options import (
 )
 from swarm.cli.options import (
     AdvertiseOption,
+    DeviceOption,
     DraftOption,
     ExactKernelsOption,
     HostOption,
@@ -40,13 +41,13 @@ from swarm.cli.options import (
     ThreadsOption,
     UntilEofOption,
     settle_advertise,
+    settle_device,
     settle_place,
 )
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
 from swarm.cli.serving_options import (
     DEFAULT_DRAIN,
-    DEFAULT_LANES,
     DEFAULT_PREFIX_CACHE,
     DEFAULT_QUEUE,
     DEFAULT_SLOTS,
@@ -100,7 +101,7 @@ def serve(
         ),
     ] = None,
     slots: SlotsOption = DEFAULT_SLOTS,
-    lanes: LanesOption = DEFAULT_LANES,
+    lanes: LanesOption = None,
     ctx: CtxOption = 0,
     kv_type: KvTypeOption = "f16",
     prefix_cache: PrefixCacheOption = DEFAULT_PREFIX_CACHE,
@@ -119,6 +120,7 @@ def serve(
     ] = None,
     registry: RegistryOption = DEFAULT_REGISTRY,
     threads: ThreadsOption = 1,
+    device: DeviceOption = "cpu",
     host: HostOption = "0.0.0.0",
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
@@ -230,7 +232,11 @@ def serve(
                     port=port,
                     advertise=advertised,
                     engine=EngineConfig(
-                        n_ctx=ctx, n_threads=threads, exact_kernels=exact_kernels, kv_types=serving.kv_types
+                        n_ctx=ctx,
+                        n_threads=threads,
+                        device=settle_device(device, exact_kernels=exact_kernels),
+                        exact_kernels=exact_kernels,
+                        kv_types=serving.kv_types,
                     ),
                     n_slots=serving.n_slots,
                     n_lanes=serving.n_lanes,
@@ -342,9 +348,13 @@ def gateway_status(running: RunningBackbone) -> dict[str, Any]:
         "model": running.backbone.model_name,
         "n_peers": len(running.holders.placement.destinations),
         "accept_length": round(running.backbone.drafts.accept_length, 3),
+        "sequence_stickiness": round(running.dispatcher.replicas.sequence_stickiness, 3),
         "n_local_experts": len(running.local.experts) if running.local is not None else 0,
         "local_share": round(stats.n_local_assignments / max(1, stats.n_assignments), 4),
         "n_skipped_trips": stats.n_skipped_trips,
+        "audits": None
+        if (audits := running.dispatcher.audits) is None
+        else {"share": audits.share, "tolerance": audits.tolerance, **asdict(audits.stats)},
         "reasons": [
             f"layer {layer}: no peer holds experts {format_index_set(experts)}" for layer, experts in missing.items()
         ],

@@ -131,6 +131,7 @@ class Dispatcher:
     Attributes:
         chunk_bytes: see `swarm.dispatch.chunks`; 0 never cuts. May be changed between dispatches.
         audits: what looks at answers a second time; None: nothing does.
+        asks_in_turn: ask peers one after the other: to show what asking them at once is worth.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Dispatcher:
         placement = holders.placement
         self.popularity = Popularity(placement.layers, placement.holders.shape[2], now=now())
         self.audits: Auditor | None = None
+        self.asks_in_turn = False
         self.readiness: Readiness | None = None  # for the answers of decoded tokens; None: they are met as they come
         self._sent: m.Dispatch | None = None  # the latest
         self._repeat: Callable[[], None] | None = None
@@ -204,8 +206,10 @@ class Dispatcher:
             ]
         rows = _EncodedRows(x, codec)
         planned_ns = time.monotonic_ns()
-        readiness = self.readiness if n_tokens == 1 else None
-        if readiness is None:
+        readiness = self.readiness if n_tokens == 1 and n_destinations else None
+        if self.asks_in_turn:
+            answers = [answer for batch in batches for answer in await self._ask(layer, [batch], rows)]
+        elif readiness is None:
             answers = await self._ask(layer, batches, rows)
         else:
             answers = await self._ask_ready(layer, batches, rows, readiness)
@@ -258,8 +262,9 @@ class Dispatcher:
         readiness.began()
         try:
             answers = await self._ask(layer, batches, rows)
-            if answers and self._sent is not None:
-                exchange = self._sent, answers[-1][1]
+            from_peers = [result for order, result in answers if order.node != HERE]
+            if from_peers and self._sent is not None:
+                exchange = self._sent, from_peers[-1]
             return answers
         finally:
             readiness.ended(exchange, is_measured=exchange is not None)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from swarm.errors import ExpertsNotHeld, RemoteProtocolError
-from swarm.experts.expert_ffn import ExpertFfn, ExpertNotLoaded
+from swarm.experts.slice_memory import ExpertNotLoaded
 from swarm.model.spec import ModelSpec
 
 
@@ -33,10 +34,37 @@ class Assignments:
     total: int
 
 
+class SliceFfn(Protocol):
+    """What computes: `expert_ffn.ExpertFfn`, `device_ffn.DeviceFfn`."""
+
+    max_pairs: int
+
+    def compute(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        row_index: npt.NDArray[np.integer],
+        experts: npt.NDArray[np.integer],
+    ) -> npt.NDArray[np.float32]:
+        """Return the output of each pair, [P, D]."""
+        ...
+
+    def compute_choice(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        experts: npt.NDArray[np.integer],
+        weights: npt.NDArray[np.float32] | None = None,
+        out: npt.NDArray[np.float32] | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """Return the outputs of K experts for each row, [N, K, D], or with weights their sums, [N, D]."""
+        ...
+
+
 class ExpertExecutor:
     """Answers dispatches from a slice. Safe to use from several threads."""
 
-    def __init__(self, ffn: ExpertFfn, spec: ModelSpec) -> None:
+    def __init__(self, ffn: SliceFfn, spec: ModelSpec) -> None:
         self._ffn = ffn
         self._spec = spec
         self._lock = threading.Lock()

@@ -42,6 +42,7 @@ PROMPTS = (1, 37, 160)  # tokens; above 128 other kernels are used
 N_DECODED = 3  # tokens after each prompt, one at a time
 N_CTX = 512
 SEED = 1
+STAGE = "comparing "  # what a line on stderr begins with that says how far it came
 EXACT = Wire(WireForm.EXACT, WireForm.EXACT)
 
 
@@ -264,7 +265,7 @@ def check_architecture(recipe: Recipe, variants: Sequence[Variant]) -> Architect
         folder = Path(name)
         for variant in variants:
             # What a crash leaves as the last line says where it happened.
-            print(f"{recipe.architecture}: {variant.name}", file=sys.stderr, flush=True)
+            print(f"{STAGE}{recipe.architecture}: {variant.name}", file=sys.stderr, flush=True)
             path = folder / "model.gguf"
             try:
                 write_model(path, recipe, variant)

@@ -17,9 +17,11 @@ END = "<!-- end of sweep -->"
 def table_of(report: SweepReport) -> str:
     """Return the sweep as Markdown: a line of figures, a table, and reasons."""
     sources = {recipe.source for recipe in RECIPES}
+    others = {each.source for each in report.architectures if not each.identical}
+    n_identical = len({each.source for each in report.architectures} - others)
     lines = [
-        f"{report.n_identical} of {len(sources)} callers of `build_moe_ffn` bit-identical with stock llama.cpp "
-        f"({report.to_json()['engine']}), in {len(TYPES)} types each: {', '.join(TYPES)}.",
+        f"{n_identical} of llama.cpp's {len(sources)} callers of `build_moe_ffn`, {report.n_identical} architectures, are "
+        f"bit-identical ({report.to_json()['engine']}), in {len(TYPES)} types each: {', '.join(TYPES)}.",
         "",
         "| architecture | models | experts | also | stub | identical |",
         "|---|---|---|---|---|---|",

@@ -12,7 +12,7 @@ from typing import Any
 
 from swarm.architectures.recipes import RECIPES, Recipe
 from swarm.errors import UserError
-from swarm.gate.architecture_check import ArchitectureReport
+from swarm.gate.architecture_check import STAGE, ArchitectureReport
 from swarm.gate.stored import engine_name
 from swarm.native.library import TILED_VARIABLE
 
@@ -110,9 +110,9 @@ async def _in_a_process(recipe: Recipe) -> ArchitectureReport:
 def explain_crash(lines: Sequence[str], code: int) -> str:
     """Return why a comparison's process died, from the lines it left: what it was at, and what it died of."""
     asserts = [line.rsplit("/", 1)[-1] for line in lines if "ASSERT" in line or "Error" in line]
-    stages = [line for line in lines if line.count(": ") == 1 and not line.startswith((" ", "["))]
+    stages = [line for line in lines if line.startswith(STAGE)]
     reason = asserts[-1] if asserts else lines[-1] if lines else "no message"
-    stage = f"{stages[-1].split(': ')[1]}: " if stages else ""
+    stage = f"{stages[-1].split(': ', 1)[1]}: " if stages else ""
     return f"{stage}the process ended with {code}: {reason}"
 
 

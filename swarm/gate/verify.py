@@ -71,7 +71,7 @@ class VerifyReport:
 
     Attributes:
         n_assignments: (token, expert) pairs that the peers counted.
-        n_assignments_expected: tokens x MoE layers x K.
+        n_assignments_expected: tokens x K, summed over the MoE layers.
     """
 
     prompts: list[PromptReport] = field(default_factory=list)
@@ -134,7 +134,7 @@ async def compare(
     report.assignments_by_peer = {node: after[node] - before.get(node, 0) for node in after}
     report.n_assignments = sum(report.assignments_by_peer.values())
     spec = running.manifest.spec
-    report.n_assignments_expected = n_all * len(spec.moe_layers) * spec.n_expert_used
+    report.n_assignments_expected = n_all * sum(spec.n_used(layer) for layer in spec.moe_layers)
     return report
 
 

@@ -145,6 +145,33 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
         lambda: [({"kind": kind}, getattr(sent.attempts, f"n_{kind}")) for kind in attempts],
     )
     made.gauge(
+        "swarm_sequence_stickiness",
+        "Share of pairs with several holders that went where the last of their sequence, layer and expert went.",
+        lambda: dispatcher.replicas.sequence_stickiness,
+    )
+    if (audits := dispatcher.audits) is not None:
+        outcomes = ("passed", "disagreed", "dropped", "unaudited")
+        made.counter(
+            "swarm_audits_total",
+            "Answers of peers that were asked of others as well, by what came of it.",
+            lambda: [({"outcome": outcome}, getattr(audits.stats, f"n_{outcome}")) for outcome in outcomes],
+        )
+        made.counter("swarm_peers_caught_total", "Peers found to return wrong numbers.", lambda: audits.stats.n_caught)
+    made.gauge(
+        "swarm_peer_rtt_seconds",
+        "Round trips to connected peers, by the kind of path that each is reached on.",
+        lambda: [
+            ({"peer": node.short, "path": "relay" if report.is_relayed else "direct"}, report.rtt_s)
+            for node, report in running.pool.reports().items()
+            if report.rtt_s is not None
+        ],
+    )
+    made.counter(
+        "swarm_path_switches_total",
+        "Changes of path of connected peers.",
+        lambda: sum(report.n_switches for report in running.pool.reports().values()),
+    )
+    made.gauge(
         "swarm_experts_missing",
         "Experts of all layers that nobody holds.",
         lambda: sum(map(len, running.holders.missing().values())),

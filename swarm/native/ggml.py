@@ -228,6 +228,21 @@ def write_bytes(pointer: int, data: npt.NDArray[np.uint8]) -> None:
     _ggml().tensor_set(pointer, data.ctypes.data, 0, size_bytes)
 
 
+def write_part(pointer: int, data: npt.NDArray[np.uint8], offset: int) -> None:
+    """Overwrite `data.nbytes` bytes of a tensor from `offset` on, as GGUF stores them; its memory may be any device's.
+
+    Raises:
+        EngineError: the tensor has no memory, or ends before.
+    """
+    tensor = GgmlTensor.from_address(pointer)
+    size_bytes = tensor.ne[3] * tensor.nb[3]
+    if not tensor.data or not 0 <= offset <= offset + data.nbytes <= size_bytes or not data.flags.c_contiguous:
+        raise EngineError(
+            f"bytes do not fit tensor {tensor_name(pointer)}: got {data.nbytes} at {offset} of {size_bytes}"
+        )
+    _ggml().tensor_set(pointer, data.ctypes.data, offset, data.nbytes)
+
+
 def is_repacked(pointer: int) -> bool:
     """Return whether a tensor in a buffer of `CpuBackend.repack_type` is stored in another form than GGUF's."""
     return bool(GgmlTensor.from_address(pointer).extra)
@@ -399,6 +414,69 @@ class TensorContext:
         """Free the headers and the graph; a second call does nothing."""
         if self._handle:
             _ggml().free(self._handle)
+            self._handle = None
+
+
+class DeviceBuffer:
+    """Memory of any device: tensors in it are written and read with `write_part`, `write_tensor` and `read_tensor`."""
+
+    def __init__(self, backend: int, size_bytes: int) -> None:
+        self._handle: int | None = _ggml().alloc_buffer(backend, size_bytes)
+        if not self._handle:
+            raise EngineError(f"the device cannot allocate {size_bytes} bytes for tensors")
+        self._base: int = _ggml().buffer_base(self._handle)
+        self._size_bytes = size_bytes
+        self.alignment: int = _ggml().buffer_alignment(self._handle)
+
+    def place(self, tensor: int, offset: int) -> int:
+        """Give a tensor its memory at `offset`; return where the next one may lie."""
+        size_bytes: int = _ggml().buffer_alloc_size(self._handle, tensor)
+        if offset % self.alignment or offset + size_bytes > self._size_bytes:
+            raise EngineError(f"tensor does not fit its buffer: {size_bytes} bytes at {offset} of {self._size_bytes}")
+        if _ggml().tensor_alloc(self._handle, tensor, self._base + offset) != 0:
+            raise EngineError("ggml refused to place a tensor")
+        return offset + -(-size_bytes // self.alignment) * self.alignment
+
+    def close(self) -> None:
+        """Free the memory; a second call does nothing."""
+        if self._handle:
+            _ggml().buffer_free(self._handle)
+            self._handle = None
+
+
+class DeviceBackend:
+    """A backend of a device from the registry. One caller at a time."""
+
+    def __init__(self, device: int) -> None:
+        """Start it; `device` is a `swarm.native.devices.Device.handle`."""
+        init = load_library().function("ggml_backend_dev_init", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+        self._handle: int | None = init(device, None)
+        if not self._handle:
+            raise EngineError("ggml cannot start the device's backend")
+
+    def allocate(self, size_bytes: int) -> DeviceBuffer:
+        """Return a new buffer, not zeroed. Raises EngineError when memory is short."""
+        return DeviceBuffer(self._open_handle(), size_bytes)
+
+    def supports(self, node: int) -> bool:
+        """Return whether this backend can compute the node."""
+        return bool(_ggml().supports_op(self._open_handle(), node))
+
+    def compute(self, graph: int) -> None:
+        """Compute the graph, giving up the GIL meanwhile. Raises EngineError when ggml fails."""
+        status = _ggml().graph_compute(self._open_handle(), graph)
+        if status != 0:
+            raise EngineError(f"ggml could not compute: status {status}")
+
+    def _open_handle(self) -> int:
+        if not self._handle:
+            raise EngineError("the device's backend is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Free the backend; close its buffers first. A second call does nothing."""
+        if self._handle:
+            _ggml().backend_free(self._handle)
             self._handle = None
 
 

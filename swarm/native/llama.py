@@ -25,6 +25,7 @@ from swarm.backbone.requests import SamplingParams
 from swarm.errors import EngineError
 from swarm.native.bindings import llama, log_router, set_log_handler
 from swarm.native.checkpoints import Checkpoints
+from swarm.native.devices import Device
 from swarm.native.layouts import EvalCallback
 
 DEFAULT_SEED = 0xFFFF_FFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws a seed of its own for it
@@ -67,24 +68,25 @@ class LlamaModel:
     """
 
     def __init__(
-        self, path: Path, *, exact_kernels: bool = False, n_gpu_layers: int = 0, is_mapped: bool = True
+        self, path: Path, *, exact_kernels: bool = False, device: Device | None = None, is_mapped: bool = True
     ) -> None:
         """Load the file.
 
         Args:
             exact_kernels: leave the weights as they are stored: repacked ones sum in another order.
-            n_gpu_layers: 0 keeps every device but the CPU out of it; negative means all.
+            device: where all layers live; None is the CPU, and every other device is kept out of it.
             is_mapped: map the file instead of reading it: for models that may not fit into memory. Of a mapped file, weights
                 that are repacked stay resident twice.
         """
         set_log_handler()
         params = llama().model_defaults()
-        params.n_gpu_layers = n_gpu_layers
+        is_cpu = device is None or device.is_cpu
+        params.n_gpu_layers = 0 if is_cpu else -1  # -1: all
         params.use_extra_bufts = not exact_kernels
         params.load_mode = LOAD_MODE_MMAP if is_mapped else LOAD_MODE_NONE
-        self._no_devices = (ctypes.c_void_p * 1)(None)  # a list that ends at once; llama.cpp keeps its address
-        if n_gpu_layers == 0:
-            params.devices = ctypes.addressof(self._no_devices)
+        # Ends with a null, for the CPU at once; llama.cpp keeps its address.
+        self._devices = (ctypes.c_void_p * 2)(None if is_cpu or device is None else device.handle, None)
+        params.devices = ctypes.addressof(self._devices)
         log_router().first_error = ""
         self._vocab_lock = threading.Lock()  # a long text is tokenised on another thread than the one that closes
         self._handle: int | None = llama().load_model(os.fsencode(path), params)

@@ -19,7 +19,9 @@ from __future__ import annotations
 MIN_WAIT_S = 0.004  # shorter ones leave the caches warm; guessed from 380 us after one millisecond
 MAX_DEVIATION_S = 0.001  # of what is expected: else most of the time awake is in vain
 LEAD_S = 0.0026  # to wake before: uvloop's timers move in whole milliseconds, and a rehearsal takes 0.6 ms (measured)
-LEAST_PATIENCE_S = 0.0004  # to stay awake beyond what is expected; guessed: twice the emulator's and the kernel's lateness
+LEAST_PATIENCE_S = (
+    0.0004  # to stay awake beyond what is expected; guessed: twice the emulator's and the kernel's lateness
+)
 MAX_PATIENCE_S = 0.002
 N_DEVIATIONS = 3
 N_LEARN = 4  # waits to learn from before the first

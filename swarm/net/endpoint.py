@@ -35,6 +35,7 @@ from swarm.errors import (
 )
 from swarm.identity import Identity
 from swarm.ids import NodeId
+from swarm.ip import plain_ip
 from swarm.net.addresses import (
     SocketAddress,
     format_address,
@@ -80,6 +81,7 @@ ROOM_TIMEOUT_S = 30.0  # for a bulky request to get its turn and room for its an
 ROOM_CHECK_S = 1.0  # how often those who take their answers slowly are looked for, while others wait
 HELD_ANSWER_BYTES = 512 << 20  # held for all askers; guessed: six of the largest blocks
 DIAL_TIMEOUT_S = 4.0
+MAX_CONTACTED = 4096  # hosts that an endpoint remembers having sent to
 RELAY_HEAD_BYTES = 1 + CHANNEL_BYTES
 _BUSY = m.Busy(retry_after_ms=200, detail="too many requests, try again")  # the time is a guess
 
@@ -126,6 +128,7 @@ class Endpoint:
         self._by_cid: dict[bytes, Connection] = {}
         self._keys: dict[Connection, PathKey] = {}  # of the open ones
         self._by_tag: dict[bytes, tuple[Connection, PathKey]] = {}  # of the open ones: whom a probe is for
+        self._contacted: dict[str, float] = {}  # hosts that we began to send to: when; oldest first
         self._channels: dict[bytes, Path] = {}  # of relays
         self.on_other: OtherReceiver | None = None
         self._cids: dict[Connection, set[bytes]] = {}
@@ -205,6 +208,22 @@ class Endpoint:
         """
         self._handlers |= dict.fromkeys(serves, handler)
 
+    def open_connections(self) -> list[Connection]:
+        """Return the connections that are open now."""
+        return [connection for connection in self._connections if connection.is_open]
+
+    def has_contacted(self, host: str, *, within_s: float) -> bool:
+        """Return whether this side has begun to send to a host lately; `host`: an IP literal."""
+        at = self._contacted.get(str(plain_ip(host)))
+        return at is not None and clock() < at + within_s
+
+    def _note_contact(self, address: Any) -> None:
+        host = plain_address(address)[0]
+        self._contacted.pop(host, None)
+        while len(self._contacted) >= MAX_CONTACTED:
+            del self._contacted[next(iter(self._contacted))]
+        self._contacted[host] = clock()
+
     def sightings(self) -> list[tuple[SocketAddress, SocketAddress]]:
         """Return (a node's address, where it sees us) of those that we dialled directly and are connected to."""
         found = []
@@ -241,7 +260,9 @@ class Endpoint:
         """Try a further path for an open connection; it is used if it works and is better. Forgotten if it is not open."""
         monitor = self._monitor(connection)
         if monitor is not None:
-            monitor.add(path if isinstance(path, Path) else Path(address=self._to_socket(path)))
+            added = path if isinstance(path, Path) else Path(address=self._to_socket(path))
+            self._note_contact(added.address)
+            monitor.add(added)
 
     def send_raw(self, datagrams: Sequence[bytes], address: Any) -> None:
         """Send datagrams that are not QUIC's; what the socket does not take is dropped."""
@@ -266,6 +287,7 @@ class Endpoint:
             raise ConnectionLost(f"this machine has no way to {path}")
         connection = self._adopt(self._driver(self._configurations[True], None), expected, "", path)
         connection.address = None if isinstance(address, Path) else address
+        self._note_contact(path.address)
         connection.connect()
         try:
             async with asyncio.timeout(timeout_s):

@@ -17,6 +17,7 @@ import asyncio
 import base64
 import binascii
 import logging
+import random
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from swarm.net.connection import Connection, clock
 from swarm.net.endpoint import DIAL_TIMEOUT_S, Endpoint
 from swarm.net.paths import Path
 from swarm.net.punch import Sighting, candidates, is_hopeless, mapping_of, usable, why_relayed
+from swarm.net.reachability import Reach, ReachChecker, Verdict, classify
 from swarm.net.relay_client import SERVES as RELAY_SERVES
 from swarm.net.relay_client import RelayAddress, RelayClient, RelayLeg
 from swarm.wire import messages as m
@@ -43,6 +45,11 @@ PUNCH_S = 5.0  # probes that have no answer by then have failed; guessed: ten ro
 AGAIN_S, LONGEST_AGAIN_S = 30.0, 600.0
 OFFER_REST_S = 5.0  # between two offers that one connection's other side may make: each has us probe eight addresses
 MAX_VOUCHERS = 4  # that a record may carry
+LOOK_S = 2.0  # between two looks whether others see us at a new address
+CHECK_S, CHECK_RETRY_S = (
+    600.0,
+    60.0,
+)  # between two checks whether others reach us; the second while nobody could try; guessed
 SPARE_RETRY_S = 2.0  # until a relay's channel that was lost is opened again
 
 
@@ -58,10 +65,17 @@ class Face:
 class PathFinder:
     """Use as `async with PathFinder(endpoint, takes_calls=...) as finder`, inside the endpoint's own block."""
 
-    def __init__(self, endpoint: Endpoint, *, takes_calls: bool) -> None:
-        """`takes_calls`: whether others may call this node through its relays."""
+    def __init__(self, endpoint: Endpoint, *, takes_calls: bool, is_relays_only: bool = False) -> None:
+        """Prepare.
+
+        Args:
+            takes_calls: whether others may call this node through its relays.
+            is_relays_only: offer no direct paths, and use relays on this machine too: for benchmarks of relays.
+        """
         self.relays = RelayClient(endpoint, on_leg=self._take_leg if takes_calls else None)
+        self.reach = ReachChecker(endpoint)
         self._endpoint = endpoint
+        self._is_relays_only = is_relays_only
         self._vouchers: dict[NodeId, tuple[bytes, ...]] = {}
         self._offered: weakref.WeakKeyDictionary[Connection, float] = weakref.WeakKeyDictionary()
         self._tasks = asyncio.TaskGroup()
@@ -131,21 +145,53 @@ class PathFinder:
         )
 
     def is_public(self) -> bool:
-        """Return whether others should reach us unasked: seen at an address of our own, of one kind of IP at least."""
+        """Return whether others reach us unasked by one kind of IP at least.
+
+        They have, or they see us at an address of our own and nobody has tried in vain.
+        """
         if self.relays.has_bridge:
             return False
-        mappings = [self.mapping(version) for version in self._endpoint.families]
-        return m.Mapping.NONE in mappings or all(plain_ip(each.by[0]).is_loopback for each in self.sightings())
+        verdicts = [self.reach.verdicts[version] for version in self._endpoint.families]
+        if Verdict.PUBLIC in verdicts:
+            return True
+        for version in self._endpoint.families:
+            if self.mapping(version) is m.Mapping.NONE and self.reach.verdicts[version] is not Verdict.CLOSED:
+                return True
+        return all(plain_ip(each.by[0]).is_loopback for each in self.sightings())
 
-    async def keep_reservations(self, relays: Sequence[RelayAddress], on_change: Callable[[], None]) -> None:
-        """Keep reservations at two of these relays until cancelled; `on_change`: there is something new to announce.
+    def how_reached(self) -> Reach:
+        """Return how others reach this node, as far as is known."""
+        return classify({version: self.mapping(version) for version in self._endpoint.families}, self.reach.verdicts)
 
-        Relays on this machine are passed over: who reaches them reaches us.
+    async def keep_reachable(self, relays: Sequence[RelayAddress], on_change: Callable[[], None]) -> None:
+        """Keep reservations at two of these relays, and know whether others reach us, until cancelled.
+
+        Relays on this machine are passed over: who reaches them reaches us. `on_change`: there is something new to announce.
         """
-        far = [relay for relay in relays if not is_loopback(relay.address[0])]
+        far = [relay for relay in relays if self._is_relays_only or not is_loopback(relay.address[0])]
         if far:
             self.relays.on_change = on_change
-            await self.relays.run(far)
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self.relays.run(far))
+                tasks.create_task(self._keep_checking(on_change))
+
+    async def _keep_checking(self, on_change: Callable[[], None]) -> None:
+        """Check now and then whether others reach us, and whenever we are seen at another address."""
+        seen: set[SocketAddress] = set()
+        next_at, told = clock(), self.how_reached()
+        while True:
+            await asyncio.sleep(LOOK_S)
+            found = {each.at for each in self.sightings()}
+            if clock() < next_at and not found - seen:
+                continue
+            seen |= found
+            await self.reach.check()
+            is_known = any(verdict is not Verdict.UNKNOWN for verdict in self.reach.verdicts.values())
+            next_at = clock() + (CHECK_S if is_known else CHECK_RETRY_S) * random.uniform(0.8, 1.2)
+            if self.how_reached() is not told:
+                told = self.how_reached()
+                logger.info("others reach this node: %s", told.value)
+                on_change()
 
     # Ways to others
 
@@ -279,6 +325,8 @@ class PathFinder:
 
     async def _answer_offer(self, connection: Connection, request: m.Request) -> m.Paths:
         assert isinstance(request, m.OfferPaths)
+        if self._is_relays_only:
+            return m.Paths(addresses=(), mapping=m.Mapping.BLOCKED)
         now = clock()
         if now < self._offered.get(connection, float("-inf")) + OFFER_REST_S:
             raise Overloaded("paths were offered a moment ago", retry_after_s=OFFER_REST_S)

@@ -105,6 +105,11 @@ class Pool:
             n_switches=0 if monitor is None else monitor.n_switches,
         )
 
+    def reports(self) -> dict[NodeId, PathReport]:
+        """Return how every connected node is reached now."""
+        found = {node: self.report(node) for node in list(self._connections)}
+        return {node: report for node, report in found.items() if report is not None}
+
     def know(self, who: Reachable) -> None:
         """Learn what a node announces now, for channels that are opened later."""
         if self._finder is not None:

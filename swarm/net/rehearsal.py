@@ -87,7 +87,9 @@ class Rehearsal:
     def _to_server(self, path: Path, flight: list[bytes]) -> None:
         if self._server is None:
             first = flight[0]
-            cid = first[6 : 6 + first[5]]  # of a long header (RFC 9000 section 17.2): what the client chose for the server
+            cid = first[
+                6 : 6 + first[5]
+            ]  # of a long header (RFC 9000 section 17.2): what the client chose for the server
             self._server = self._connection(self._driver(self._configurations[False], cid), is_client=False)
         self._arrive(self._server, flight)
 

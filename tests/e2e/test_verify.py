@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from swarm.architectures.generator import Variant, write_model
+from swarm.architectures.recipes import RECIPES
 from swarm.emulation.processes import LocalSwarm
 from swarm.gate.form_table import all_wires
 from swarm.gate.stored import engine_name, load_result, result_path
@@ -19,6 +21,7 @@ from swarm.ids import ModelId
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import build_manifest
 from tests.e2e.test_commands import TIMEOUT_S, run
+from tests.gguf_shards import write_shards
 
 N_TOKENS = 200
 # Prompts of 1, 37 and 300 tokens, each followed by 200 more; 6 MoE layers, 4 experts used in each.
@@ -170,6 +173,72 @@ async def test_a_model_without_a_text_asks_for_one(tmp_path: Path, tiny_moe: Pat
     code, _, err = await run("-m", "swarm", "verify", "--model", str(model), "--wire", "q8", home=tmp_path)
     assert code == 2
     assert "--text" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "expert_type"),
+    [("gpt-oss", "MXFP4"), ("llama4", "Q4_K"), ("qwen3next", "Q6_K"), ("nemotron_h_moe", "Q8_0")],
+)
+async def test_other_kinds_of_experts_are_bit_identical_over_real_processes(
+    tmp_path: Path, name: str, expert_type: str
+) -> None:
+    model = tmp_path / "model.gguf"
+    write_model(
+        model, next(r for r in RECIPES if r.architecture == name), Variant(name="release", expert_type=expert_type)
+    )
+    code, report = await verify(tmp_path, model, "--tokens", "4")
+    assert code == 0
+    assert report["identical"] is True
+    assert report["n_assignments"] == report["n_assignments_expected"] > 0
+
+
+async def test_a_model_in_shards_is_the_same_model(tmp_path: Path, tiny_moe: Path) -> None:
+    first, *_ = write_shards(tmp_path, tiny_moe / NAMES[0], 3)
+    code, report = await verify(tmp_path, first, "--tokens", "4")
+    assert code == 0
+    assert report["identical"] is True
+    with GgufFile(first) as shards, GgufFile(tiny_moe / NAMES[0]) as whole:
+        assert build_manifest(shards).model_id == build_manifest(whole).model_id
+
+
+async def test_architectures_are_listed_with_what_could_not_be_compared(tmp_path: Path) -> None:
+    code, out, _ = await run("-m", "swarm", "verify", "--arch", "dflash,olmoe", "--json", home=tmp_path)
+    report = json.loads(out)
+    assert code == 1, "one of those named could not be compared"
+    dflash, olmoe = report["architectures"]
+    assert (dflash["name"], dflash["identical"], dflash["status"]) == ("dflash", False, "failed")
+    assert dflash["reason"].startswith("a draft model")
+    assert (olmoe["name"], olmoe["identical"], olmoe["min_cosine"]) == ("olmoe", True, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "either --model FILE or --arch NAMES"),
+        (["--arch", "newmoe"], "unknown architecture: got newmoe"),
+        (["--arch", "olmoe", "--docs", "no-such-file.md"], "cannot read no-such-file.md"),
+    ],
+)
+async def test_a_mistake_with_architectures_is_one_line_and_code_2(
+    tmp_path: Path, options: list[str], said: str
+) -> None:
+    code, out, err = await run("-m", "swarm", "verify", *options, home=tmp_path)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_nearly_all_of_llama_cpps_architectures_are_bit_identical(tmp_path: Path) -> None:
+    code, out, err = await run("-m", "swarm", "verify", "--arch", "all", "--json", home=tmp_path, timeout_s=600)
+    report = json.loads(out)
+    assert code == 0, err
+    assert len({each["source"] for each in report["architectures"]}) == 58
+    assert report["n_identical"] >= 60
+    for each in report["architectures"]:
+        assert each["status"] != "differs", each
+        assert each["identical"] or each["reason"], each
 
 
 @pytest.mark.slow

@@ -149,6 +149,9 @@ class FakeNetwork:
         assert list(addresses) == [parse_address(text) for text in known.get(to, ())] or not known
         return FakeConnection(self, to)
 
+    async def reach(self, who: ModelOffer, **_: object) -> FakeConnection:
+        return await self.connect(who.node, [parse_address(text) for text in who.addresses])
+
 
 @dataclass
 class FakeConnection:

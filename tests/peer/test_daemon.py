@@ -38,6 +38,8 @@ from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import manifest_of
 from swarm.model.slices import write_slice
 from swarm.net.addresses import parse_address
+from swarm.net.path_finder import Face
+from swarm.net.reachability import Reach
 from swarm.registry import announcer
 from swarm.registry.client import RegistryAddress
 from swarm.registry.records import (
@@ -69,6 +71,7 @@ class FakeEndpoint:
         self.handler = options["handler"]
         self.serves = options["serves"]
         self.is_open = False
+        self.bytes_sent = self.repair_bytes = self.bytes_received = 0
         type(self).last = self
 
     async def __aenter__(self) -> Self:
@@ -80,6 +83,28 @@ class FakeEndpoint:
 
     async def ask(self, request: m.Request, *, backbone: NodeId = BACKBONE) -> Any:
         return await self.handler(SimpleNamespace(remote=backbone), request)
+
+
+class FakeFinder:
+    """Every address is public, and no relay is needed."""
+
+    def __init__(self, endpoint: FakeEndpoint, **_: Any) -> None:
+        self.endpoint = endpoint
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def keep_reachable(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    def how_reached(self) -> Reach:
+        return Reach.PUBLIC
+
+    def face(self, address: str, **_: Any) -> Face:
+        return Face(addresses=(address,), is_public=True, vouchers=())
 
 
 class FakeRegistry:
@@ -116,8 +141,11 @@ class FakeRegistry:
 class FakePool:
     network: FakeNetwork
 
-    def __init__(self, _endpoint: object) -> None:
+    def __init__(self, _endpoint: object, _finder: object = None) -> None:
         self.connect = self.network.connect
+
+    async def reach(self, who: Any, **_: Any) -> Any:
+        return await self.connect(who.node, [parse_address(each) for each in who.addresses])
 
     async def close(self) -> None:
         pass
@@ -129,6 +157,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch, network: FakeNetwork) -> None:
     FakeRegistry.published, FakeRegistry.others, FakeRegistry.has_lost_us = [], [], False
     monkeypatch.setattr(auto, "SETTLE_S", 0.0)
     monkeypatch.setattr(daemon, "Endpoint", FakeEndpoint)
+    monkeypatch.setattr(daemon, "PathFinder", FakeFinder)
     monkeypatch.setattr(daemon, "RegistryClient", FakeRegistry)
     monkeypatch.setattr(daemon, "Pool", FakePool)
     monkeypatch.setattr(fetch, "RETRY_S", 0.0)

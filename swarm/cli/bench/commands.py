@@ -18,6 +18,7 @@ COMMANDS = {
     "gateway": ("swarm.cli.bench.gateway", "gateway"),
     "fanout": ("swarm.cli.bench.fanout", "fanout"),
     "speculation": ("swarm.cli.bench.speculation", "speculation"),
+    "ablation": ("swarm.cli.bench.ablation", "ablation"),
     "popularity": ("swarm.cli.bench.popularity", "popularity"),
     "failover": ("swarm.cli.bench.failover", "failover"),
     "audit": ("swarm.cli.bench.audit", "audit"),

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from swarm.bench.federation import N_BACKBONES, FederationOptions, Phase, measure_federation
+from swarm.bench.federation import N_BACKBONES, FederationOptions, Phase, Pooling, measure_federation
 from swarm.cli.bench.options import (
     JitterOption,
     LossOption,
@@ -52,6 +52,13 @@ def federation(
     repetitions: Annotated[
         int, typer.Option("--repetitions", min=1, help="The first alone, both, the second alone; in turn.")
     ] = 3,
+    pooling: Annotated[
+        Pooling,
+        typer.Option(
+            "--pooling",
+            help="parts: each expert has one peer; shared: all hold everything; disjoint: so, and each backbone uses its own.",
+        ),
+    ] = Pooling.PARTS,
     slow_disk: Annotated[
         str | None,
         typer.Option(
@@ -82,6 +89,7 @@ def federation(
         n_prompt_tokens=prompt_tokens,
         turn_s=parse_duration_s(turn, "the turn"),
         n_repetitions=repetitions,
+        pooling=pooling,
         disk_rate=slow_disk,
     )
     with ProgressBars() as bars:

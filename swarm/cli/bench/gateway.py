@@ -23,6 +23,7 @@ from swarm.cli.bench.options import (
 from swarm.cli.options import JsonOption
 from swarm.cli.run_record import finish
 from swarm.cli.runtime import ProgressBars, run_async
+from swarm.cli.serving_options import DEFAULT_LANES, FillWaitOption, LanesOption
 from swarm.errors import UserError
 from swarm.units import parse_duration_s
 from swarm.wire.rows import parse_wire
@@ -38,7 +39,7 @@ def gateway(
     peers: PeersOption = 3,
     wire: WireOption = "q8/f16",
     model: ModelOption = "synth16",
-    lanes: Annotated[int, typer.Option("--lanes", min=1, help="Contexts that share the requests.")] = 1,
+    lanes: LanesOption = None,
     slots: Annotated[
         int | None,
         typer.Option("--slots", min=1, help="Requests that can run at once.", show_default="as many as streams"),
@@ -49,10 +50,11 @@ def gateway(
         int,
         typer.Option("--prefix-tokens", min=0, help="Prompt whose first token is timed cold and warm; 0: none."),
     ] = 1000,
+    compare: Annotated[
+        int, typer.Option("--compare", min=0, help="Tokens of answers to compare with each request's alone; 0: none.")
+    ] = 0,
     ctx: Annotated[int, typer.Option("--ctx", min=64, help="Tokens of context of each slot.")] = 4096,
-    fill_wait: Annotated[
-        str, typer.Option("--fill-wait", metavar="TIME", help="How long a step waits for more requests to join it.")
-    ] = "0ms",
+    fill_wait: FillWaitOption = "0ms",
     record: RecordOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -65,11 +67,12 @@ def gateway(
         wire=parse_wire(wire),
         paths=path_options(rtt, jitter, loss, rate, seed),
         n_streams=streams,
-        n_lanes=lanes,
+        n_lanes=lanes or min(DEFAULT_LANES, slots or streams),
         n_slots=slots or streams,
         n_tokens=tokens,
         n_repetitions=repetitions,
         n_prefix=prefix_tokens,
+        n_compared=compare,
         n_ctx=ctx,
         fill_wait_s=parse_duration_s(fill_wait, "--fill-wait"),
     )

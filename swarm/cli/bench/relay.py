@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from swarm.bench.relay import RelayOptions, measure_relay
-from swarm.cli.bench.options import RecordOption
+from swarm.bench.relayed_decode import RelayedDecodeOptions, measure_relayed_decode
+from swarm.cli.bench.options import ModelOption, RecordOption, model_file
 from swarm.cli.options import JsonOption
 from swarm.cli.run_record import finish
 from swarm.cli.runtime import ProgressBars, run_async
@@ -25,6 +26,10 @@ def relay(
     ] = 1000,
     dispatches: Annotated[int, typer.Option("--dispatches", min=1, help="Direct and relayed, in turn.")] = 300,
     size: Annotated[str, typer.Option("--size", metavar="SIZE", help="Of a dispatch and of its answer.")] = "12KiB",
+    model: ModelOption = "synth16",
+    rtt: Annotated[
+        str, typer.Option("--rtt", metavar="TIME", help="Round trip of the decode; 0ms: no decode.")
+    ] = "20ms",
     record: RecordOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,9 +44,23 @@ def relay(
         size_bytes=parse_size_bytes(size, "the size"),
     )
 
+    rtt_s = parse_duration_s(rtt, "the round trip")
+
     async def measure(bars: ProgressBars) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
-            return await measure_relay(options, Path(folder), lambda *each: bars.update("parts", *each))
+            figures = await measure_relay(options, Path(folder), lambda *each: bars.update("parts", *each))
+            if rtt_s:
+                decode = await measure_relayed_decode(
+                    RelayedDecodeOptions(model=model_file(model), rtt_s=rtt_s),
+                    Path(folder),
+                    lambda *each: bars.update("decode", *each),
+                )
+                figures |= {
+                    "decode_direct_tokens_per_s": decode["direct_tokens_per_s"],
+                    "decode_relayed_tokens_per_s": decode["relayed_tokens_per_s"],
+                    "decode": decode,
+                }
+            return figures
 
     with ProgressBars() as bars:
         figures = run_async(measure(bars))

@@ -59,7 +59,7 @@ async def peer(endpoint: Endpoint, finder: PathFinder, registry: RegistryClient,
     announcer = Announcer(registry, identity, SequenceNumbers(None), record)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(announcer.run())
-        tasks.create_task(finder.keep_reservations(relays, announcer.announce_soon))
+        tasks.create_task(finder.keep_reachable(relays, announcer.announce_soon))
         while len(finder.relays.vouchers()) < len(relays):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
         await announcer.is_announced.wait()

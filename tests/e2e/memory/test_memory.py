@@ -170,7 +170,7 @@ async def test_processes_hold_their_slice_or_weights_and_little_else(
             for index, peer in enumerate(swarm.peers):
                 ledger.check(stage, f"peer {index}", peer, owed[peer.pid], SLICE_MORE)
 
-        backbone = await swarm.start_backbone(model, "--ctx", str(N_CTX))
+        backbone = await swarm.start_backbone(model, "--ctx", str(N_CTX), "--slots", "1")
         check("backbone loaded")
         started = time.monotonic()
         peer = await swarm.add_peer(FETCHED)

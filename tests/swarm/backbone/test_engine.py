@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 import pytest_asyncio
 
-from swarm.backbone.engine import Engine, EngineConfig
+from swarm.backbone.engine import Engine, EngineConfig, StepPart
 from swarm.errors import ConnectionLost, EngineError, ExpertUnavailable
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
 
@@ -316,4 +317,60 @@ async def test_the_context_is_the_models_own_up_to_4096_tokens_unless_chosen(
     engine = Engine(tiny.backbone, tiny.spec, EngineConfig(), experts)
     await engine.start()
     assert engine.context.n_ctx == engine.model.n_ctx_train == 1024
+    await engine.close()
+
+
+async def test_a_lane_uses_anothers_weights_and_leaves_them_when_it_closes(
+    tiny: SplitModel, experts: LocalExperts
+) -> None:
+    first = Engine(tiny.backbone, tiny.spec, CONFIG, experts)
+    await first.start()
+    expected = await logits(first, PROMPT, 0)
+    second = Engine(tiny.backbone, tiny.spec, replace(CONFIG, n_sequences=3), experts, shares=first)
+    await second.start()
+    assert second.model is first.model
+    assert second.n_ctx == second.context.n_ctx // 3 >= CONFIG.n_ctx
+    np.testing.assert_array_equal(await logits(second, PROMPT, 0), expected)
+    await second.close()
+    await first.call(first.context.clear)
+    np.testing.assert_array_equal(await logits(first, PROMPT, 0), expected)
+    await first.close()
+
+
+async def test_a_failed_step_of_several_tells_who_needed_what_is_gone_and_leaves_nothing(
+    tiny: SplitModel, experts: LocalExperts
+) -> None:
+    engine = Engine(tiny.backbone, tiny.spec, replace(CONFIG, n_sequences=2), experts)
+    await engine.start()
+
+    def parts(origin: int) -> list[StepPart]:
+        return [
+            StepPart(
+                tokens=PROMPT[sequence : sequence + 9], first_position=0, sequence=sequence, origin=origin + sequence
+            )
+            for sequence in range(2)
+        ]
+
+    def fail(number: int) -> None:
+        if number == 2:
+            raise ExpertUnavailable(2, experts.calls[2].ids[0].tolist(), "no live peer holds them")
+
+    def step(origin: int) -> list[float]:
+        engine.decode_parts(parts(origin))
+        return [float(engine.context.logits(row)[0]) for row in (8, 17)]
+
+    experts.at_result = fail
+    with pytest.raises(ExpertUnavailable) as caught:
+        await engine.call(lambda: step(50))
+    ids = experts.calls[2].ids  # rows 0 to 8 are the first sequence's
+    needed = np.isin(ids, caught.value.experts).any(axis=1)
+    assert engine.concerned(caught.value) == {
+        50 + sequence for sequence in range(2) if needed[9 * sequence :][:9].any()
+    }
+    assert engine.concerned(EngineError("of another kind")) == set()
+    assert await engine.call(lambda: engine.roll_back(parts(50))) == []
+    experts.reset()
+    again = await engine.call(lambda: step(60))
+    await engine.call(engine.context.clear)
+    assert await engine.call(lambda: step(70)) == again
     await engine.close()

@@ -6,17 +6,20 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from swarm.architectures.generator import Variant, write_model
+from swarm.architectures.recipes import RECIPES
 from swarm.backbone.moe_hook import MoeHook
 from swarm.errors import EngineError, ExpertUnavailable
-from swarm.native.ggml import tensor_name
+from swarm.native.ggml import read_tensor, tensor_name
 from swarm.native.llama import LlamaContext, LlamaModel
-from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
+from tests.swarm.backbone.local_experts import LocalExperts, SplitModel, split
 
 TOKENS = np.random.default_rng(3).integers(1, 500, 37).tolist()
 Callback = Callable[[int, bool], bool]
@@ -212,6 +215,68 @@ def test_a_graph_without_a_node_the_hook_needs_is_an_error(
         with pytest.raises(EngineError, match=message):
             raise run.hook.take_error() or AssertionError
         assert run.hook.take_error() is None
+
+
+def test_a_step_whose_layers_were_never_seen_is_an_error_and_not_a_stubs_answer(
+    tiny: SplitModel, experts: LocalExperts
+) -> None:
+    def blind(hook: Callback) -> Callback:
+        return lambda tensor, ask: not ask if tensor_name(tensor).startswith("ffn_moe") else hook(tensor, ask)
+
+    with hooked(tiny, experts, wrap=blind) as run:
+        run.context.decode(TOKENS, first_position=0, logits="all")
+        with pytest.raises(EngineError, match=r"the graph of layers \[0, 1, 2, 3, 4, 5\] is not known: ffn_moe_out"):
+            raise run.hook.take_error(has_run=True) or AssertionError
+    with hooked(tiny, experts) as run:
+        for position in range(2):
+            run.decode(TOKENS[position : position + 1], position)
+            assert run.hook.take_error(has_run=True) is None
+
+
+def test_rows_that_carry_their_weights_are_asked_for_one_by_one_and_summed_in_order(tmp_path: Path) -> None:
+    """llama4: each choice has a row of its own, already multiplied; nothing may be multiplied again."""
+    path = tmp_path / "llama4.gguf"
+    write_model(path, next(r for r in RECIPES if r.architecture == "llama4"), Variant(name="two experts of a row"))
+    model = split(path, tmp_path)
+    asked: list[tuple[int, Rows, npt.NDArray[np.int32], Rows]] = []
+    answers = np.random.default_rng(4)
+
+    class Ready:
+        def __init__(self, rows: Rows) -> None:
+            self._rows = rows
+
+        def result(self) -> Rows:
+            return self._rows
+
+    class Noting:
+        def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> Ready:
+            given = answers.standard_normal(x.shape).astype(np.float32)
+            asked.append((layer, x, topk_ids, given))
+            assert (topk_weights == 1).all()
+            return Ready(given)
+
+    written: list[Rows] = []
+    hook = MoeHook(model.spec.moe_layers, Noting())
+
+    def watch(tensor: int, ask: bool) -> bool:
+        wanted = hook(tensor, ask)
+        if not ask and tensor_name(tensor) == "ffn_moe_out-1":
+            written.append(read_tensor(tensor)[0, 0])
+        return wanted
+
+    with (
+        LlamaModel(model.backbone) as llama,
+        LlamaContext(llama, n_ctx=64, n_batch=16, n_ubatch=16, n_threads=1, eval_callback=watch) as context,
+    ):
+        context.decode([5, 6, 7], first_position=0, logits="all")
+        assert hook.take_error(has_run=True) is None
+    assert [each[0] for each in asked] == [1, 3]
+    _, x, ids, given = asked[0]
+    assert x.shape == (6, model.spec.n_embd)
+    assert ids.shape == (6, 1)
+    ratio = x[0::2] / x[1::2]  # a token's two rows differ by their weights alone
+    np.testing.assert_allclose(ratio, np.broadcast_to(ratio[:, :1], ratio.shape), rtol=1e-4)
+    np.testing.assert_array_equal(written[0], given[0::2] + given[1::2])
 
 
 class WaitingExperts:

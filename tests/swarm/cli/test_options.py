@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.cli.options import settle_advertise
+from swarm.cli.options import settle_advertise, settle_device
 from swarm.errors import UserError
 
 
@@ -25,3 +25,10 @@ def test_an_advertised_address_takes_the_form_that_records_carry(text: str | Non
 def test_an_address_that_cannot_be_announced_is_the_users_mistake(text: str) -> None:
     with pytest.raises(UserError):
         settle_advertise(text)
+
+
+def test_exact_kernels_are_the_cpus() -> None:
+    assert settle_device("CUDA", exact_kernels=False) == "cuda"
+    assert settle_device("cpu", exact_kernels=True) == "cpu"
+    with pytest.raises(UserError, match="exact kernels are the CPU's: got --device auto"):
+        settle_device("auto", exact_kernels=True)

@@ -9,7 +9,11 @@ import time
 
 name = sys.argv[1]
 if name == "dies":
-    print("dies: F32\ndies: Q4_K\n/src/ggml.c:1: GGML_ASSERT(a == b) failed", file=sys.stderr, flush=True)
+    print(
+        "comparing dies: F32\ncomparing dies: Q4_K\n/src/ggml.c:1: GGML_ASSERT(a == b) failed",
+        file=sys.stderr,
+        flush=True,
+    )
     os.abort()
 if name == "hangs":
     time.sleep(60)

@@ -57,7 +57,13 @@ def test_a_difference_is_worse_than_a_refusal() -> None:
 
 
 def test_a_crash_is_explained_by_its_assertion_or_its_last_line() -> None:
-    lines = ["olmoe: F32", "olmoe: Q4_K", "/src/ggml.c:26: GGML_ASSERT(x) failed", "[New LWP 3]", "no symbols"]
+    lines = [
+        "comparing olmoe: F32",
+        "comparing olmoe: Q4_K",
+        "/src/ggml.c:26: GGML_ASSERT(x) failed",
+        "[New LWP 3]",
+        "no symbols",
+    ]
     assert explain_crash(lines, -6) == "Q4_K: the process ended with -6: ggml.c:26: GGML_ASSERT(x) failed"
     assert explain_crash(["killed"], -9) == "the process ended with -9: killed"
     assert explain_crash([], -11) == "the process ended with -11: no message"

@@ -11,6 +11,7 @@ import pytest
 
 from swarm.errors import UserError
 from swarm.model.gguf_file import GgufFile, MetadataValue, encode_header, tensor_size_bytes
+from tests.gguf_shards import write_shards
 from tests.synthetic_moe import write_synthetic_moe
 
 EMBEDDED = Path(__file__).parents[3] / "examples" / "tiny_moe"
@@ -181,30 +182,6 @@ def test_sizes_of_quantised_tensors() -> None:
     assert tensor_size_bytes(0, (3, 5)) == 60  # F32
     assert tensor_size_bytes(8, (64, 2)) == 2 * 2 * 34  # Q8_0: 32 values in 34 bytes
     assert tensor_size_bytes(12, (256, 3)) == 3 * 144  # Q4_K: 256 values in 144 bytes
-
-
-def write_shards(
-    folder: Path, whole: Path, n_shards: int, *, stem: str = "model", total: int | None = None
-) -> list[Path]:
-    """Write a model's tensors in turn into shards, as `llama-gguf-split` lays them out: metadata in the first."""
-    source = GgufFile(whole)
-    names = list(source.tensors)
-    paths = []
-    for number in range(n_shards):
-        tensors = [source.tensors[name] for name in names[number::n_shards]]
-        metadata = dict(source.metadata) if number == 0 else {}
-        metadata["split.no"] = MetadataValue.of_uint32(number)
-        metadata["split.count"] = MetadataValue.of_uint32(n_shards)
-        metadata["split.tensors.count"] = MetadataValue.of_uint32(len(names) if total is None else total)
-        path = folder / f"{stem}-{number + 1:05}-of-{n_shards:05}.gguf"
-        data = encode_header(metadata, tensors, 32)
-        for each in tensors:
-            raw = b"".join(source.chunks(each.name))
-            data += raw + bytes(-len(raw) % 32)
-        path.write_bytes(data)
-        paths.append(path)
-    source.close()
-    return paths
 
 
 def test_shards_are_one_file_whose_tensors_lie_in_several(small: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from swarm.backbone.requests import SamplingParams
 from swarm.errors import EngineError
 from swarm.native import ggml
-from swarm.native.llama import LlamaContext, LlamaModel, Sampler, set_log_handler
+from swarm.native.llama import BatchPart, LlamaContext, LlamaModel, LogitsChoice, Sampler, set_log_handler
 
 FILE = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model-Q8_0.gguf"
 PROMPT = "The open() function returns a file object and is most commonly used with"
@@ -197,6 +197,113 @@ def test_sequences_do_not_see_each_other(model: LlamaModel, prompt: list[int]) -
         np.testing.assert_allclose(context.logits(-1), expected, atol=1e-4)
         with pytest.raises(EngineError, match="no such sequence: got 2"):
             context.decode([1], first_position=0, sequence=2, logits="last")
+
+
+def several(model: LlamaModel, **options: int) -> LlamaContext:
+    return LlamaContext(
+        model, **({"n_ctx": 512, "n_batch": 64, "n_ubatch": 64, "n_threads": 1, "n_seq_max": 3} | options)
+    )
+
+
+def part(tokens: list[int], first_position: int, sequence: int, logits: LogitsChoice = "last") -> BatchPart:
+    return BatchPart(tokens=tokens, first_position=first_position, sequence=sequence, logits=logits)
+
+
+def test_a_batch_of_several_sequences_is_one_graph_and_gives_each_its_own_logits(
+    model: LlamaModel, prompt: list[int]
+) -> None:
+    expected = []
+    with several(model) as context:
+        for tokens in (prompt, prompt[:5]):
+            context.decode(tokens, first_position=0, logits="last")
+            context.decode([7], first_position=len(tokens), logits="last")
+            expected.append(context.logits(-1))
+            context.clear()
+    names: list[str] = []
+
+    def note(tensor: int, ask: bool) -> bool:
+        if ask:
+            names.append(ggml.tensor_name(tensor))
+        return False
+
+    with LlamaContext(
+        model, n_ctx=512, n_batch=64, n_ubatch=64, n_threads=1, n_seq_max=3, eval_callback=note
+    ) as context:
+        context.decode_parts([part(prompt, 0, 0, "none"), part(prompt[:5], 0, 2, "none")])
+        names.clear()
+        context.decode_parts([part([7], len(prompt), 0), part([7], 5, 2), part(prompt[:9], 0, 1, "all")])
+        assert names.count("ffn_moe_out-1") == 1, "unequal parts took several graphs: several round trips"
+        assert context.n_outputs == 11
+        np.testing.assert_allclose(context.logits(0), expected[0], atol=1e-3)
+        np.testing.assert_allclose(context.logits(1), expected[1], atol=1e-3)
+        np.testing.assert_array_equal(context.logits(-1), context.logits(10))
+
+
+def test_a_sequence_that_was_saved_goes_on_in_another_context(model: LlamaModel, prompt: list[int]) -> None:
+    with several(model) as first, several(model, n_ctx=256) as second:
+        first.decode(prompt, first_position=0, sequence=1, logits="last")
+        state = first.save(1)
+        first.decode([7], first_position=len(prompt), sequence=1, logits="last")
+        expected = first.logits(-1)
+        second.decode([9, 9], first_position=0, sequence=0, logits="last")
+        assert second.restore(2, state)
+        second.decode([7], first_position=len(prompt), sequence=2, logits="last")
+        np.testing.assert_allclose(second.logits(-1), expected, atol=1e-4)
+
+
+def test_a_state_that_finds_no_room_leaves_its_sequence_empty(model: LlamaModel) -> None:
+    tokens = list(range(1, 65))
+    with several(model) as first, several(model, n_ctx=256) as second:
+        for at in range(0, 256, 64):
+            first.decode(tokens, first_position=at, logits="none")
+        state = first.save(0)
+        second.decode(tokens, first_position=0, sequence=1, logits="none")
+        assert not second.restore(0, state)
+        second.decode([5], first_position=0, sequence=0, logits="last")
+
+
+def test_a_copied_beginning_is_shared_and_then_goes_its_own_way(model: LlamaModel, prompt: list[int]) -> None:
+    with several(model) as context:
+        context.decode(prompt, first_position=0, logits="last")
+        context.copy(0, 2, 6)
+        context.decode([7], first_position=6, sequence=2, logits="last")
+        found = context.logits(-1)
+        assert context.remove(0, 0)
+        context.decode([8], first_position=7, sequence=2, logits="last")  # its cells outlive the other sequence
+        context.clear()
+        context.decode(prompt[:6], first_position=0, logits="last")
+        context.decode([7], first_position=6, logits="last")
+        np.testing.assert_allclose(context.logits(-1), found, atol=1e-3)
+
+
+def test_a_cache_of_quantised_values_runs_and_is_smaller(model: LlamaModel, prompt: list[int]) -> None:
+    sizes = {}
+    for kv_types in (("f16", "f16"), ("q8_0", "q8_0")):
+        with LlamaContext(model, n_ctx=256, n_batch=64, n_ubatch=64, n_threads=1, kv_types=kv_types) as context:
+            context.decode(prompt, first_position=0, logits="last")
+            assert np.isfinite(context.logits(-1)).all()
+            sizes[kv_types[0]] = len(context.save(0))
+    assert sizes["q8_0"] < 0.6 * sizes["f16"]
+
+
+def test_a_sampler_and_its_copy_draw_the_same_from_here_on(context: LlamaContext, prompt: list[int]) -> None:
+    context.decode(prompt, first_position=0, logits="last")
+    params = SamplingParams(temperature=1.0, seed=5, frequency_penalty=1.0)
+    with Sampler(params, context.model.n_vocab) as sampler:
+        for _ in range(3):
+            sampler.sample(context)
+        with sampler.copy() as copy:
+            drawn = [sampler.sample(context) for _ in range(20)]
+            assert [copy.sample(context) for _ in range(20)] == drawn
+        sampler.close()
+        with pytest.raises(EngineError, match="closed"):
+            sampler.copy()
+
+
+@pytest.mark.parametrize("n", [0, 257])
+def test_too_many_sequences_are_an_error_before_llama_cpp_sees_them(model: LlamaModel, n: int) -> None:
+    with pytest.raises(EngineError, match=f"number of sequences out of range: got {n}"):
+        several(model, n_seq_max=n)
 
 
 @pytest.mark.parametrize(

@@ -64,5 +64,3 @@ async def test_before_the_handshake_nothing_is_done() -> None:
     rehearsal.close()
     await ticks()
     assert not rehearsal.run(REQUEST, ANSWER), "nor after the end"
-
-
