@@ -141,10 +141,12 @@ def test_an_answer_that_does_not_fit_the_upload_is_refused_with_a_time() -> None
     with pytest.raises(Overloaded) as refused:
         traffic.admit(dispatch(100))
     assert 0 < refused.value.retry_after_s <= 0.2
+    traffic.settle(2 * n_bytes)
+    counters.bytes_sent += 2 * n_bytes
+    assert traffic.admit(dispatch(1)) > 0
     now = 0.2
     assert traffic.admit(dispatch(10, RowCodec.EXACT)) == pytest.approx(20 * 4096 * 1.05, rel=0.01)
     counters.repair_bytes += 800_000  # copies count, too
-    traffic.settle(2 * n_bytes)
     now = 0.25
     with pytest.raises(Overloaded):
         traffic.admit(dispatch(1))
