@@ -90,6 +90,17 @@ class Identity:
         return self.private_key.sign(message)
 
 
+def is_claimed(folder: Path, name: str) -> bool:
+    """Return whether a process holds the key `name` in this folder now."""
+    path = folder / f"{name}.lock"
+    if not path.exists():
+        return False
+    if not _lock(path):
+        return True
+    _locks.pop().close()
+    return False
+
+
 _locks: list[IO[bytes]] = []  # open for the life of the process; closing one would give up its claim
 
 

@@ -19,6 +19,7 @@ _DURATIONS: Mapping[str, Fraction] = {
     "s": Fraction(1),
     "min": Fraction(60),
     "h": Fraction(3600),
+    "d": Fraction(86_400),
 }
 _RATES: Mapping[str, Fraction] = {
     "bit": Fraction(1),

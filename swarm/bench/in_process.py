@@ -141,13 +141,13 @@ def _open(model: Path, n_threads: int, n_ctx: int, n_batch: int) -> Iterator[_Si
                 )
             )
 
-        moe_layers = prepared.manifest.spec.moe_layers
+        spec = prepared.manifest.spec
         backbone = stack.enter_context(LlamaModel(prepared.backbone_path))
-        hook = MoeHook(moe_layers, experts)
+        hook = MoeHook(spec.moe_layers, experts, output=spec.expert_kind.output_node)
         ours = _Side(context(backbone, hook), hook, experts)
         whole = stack.enter_context(LlamaModel(model))
         stock = _Side(context(whole))
-        yield _Sides(ours=ours, stock=stock, experts=experts, n_layers=len(moe_layers), n_vocab=whole.n_vocab)
+        yield _Sides(ours=ours, stock=stock, experts=experts, n_layers=len(spec.moe_layers), n_vocab=whole.n_vocab)
 
 
 def _tokens(n_vocab: int, n_tokens: int) -> list[int]:

@@ -23,6 +23,8 @@ COMMANDS = {
     "relay": ("swarm.cli.relay", "relay"),
     "peers": ("swarm.cli.peers", "peers"),
     "doctor": ("swarm.cli.doctor", "doctor"),
+    "cache": ("swarm.cli.cache", "app"),
+    "key": ("swarm.cli.key", "app"),
     "plan": ("swarm.cli.plan", "plan"),
     "split": ("swarm.cli.split", "split"),
     "bench": ("swarm.cli.bench.commands", "app"),

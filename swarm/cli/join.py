@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -26,6 +27,7 @@ from swarm.cli.options import (
 )
 from swarm.cli.registries import confirm, settle_registries
 from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
+from swarm.cli.service import install_unit, join_unit
 from swarm.cli.slice_file import read_slice_file
 from swarm.errors import UserError
 from swarm.files import Folders
@@ -127,6 +129,15 @@ def join(
     pause_when_busy: Annotated[
         bool, typer.Option("--pause-when-busy", help="Rest while other programs use much of the machine.")
     ] = False,
+    service: Annotated[
+        str | None,
+        typer.Option(
+            "--service",
+            metavar="print|install",
+            help="Instead of joining: a systemd unit of your user that joins with these options, now and after each start.",
+            show_default=False,
+        ),
+    ] = None,
     name: NameOption = "",
     location: LocationOption = None,
     as_json: JsonOption = False,
@@ -144,6 +155,9 @@ def join(
     from peer.limits import parse_schedule
 
     folders = Folders.from_environment()
+    if service is not None:
+        _make_service(service, folders)
+        return
     identity = Identity.claim(folders.config, "join")
     file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
     wanted_experts: frozenset[int] | ExpertSet | AutoExperts | None
@@ -232,6 +246,26 @@ def join(
 
     with ProgressBars() as bars:
         run_daemon(main(), until_eof=until_eof, is_ready=ready_said.is_set)
+
+
+def _make_service(what: str, folders: Folders) -> None:
+    arguments = sys.argv[sys.argv.index("join") + 1 :] if "join" in sys.argv else sys.argv[1:]
+    kept: list[str] = []
+    is_value = False
+    for argument in arguments:
+        if not is_value and argument != "--service" and not argument.startswith("--service="):
+            kept.append(argument)
+        is_value = argument == "--service"
+    unit = join_unit(kept, (folders.config, folders.state, folders.cache))
+    if what == "print":
+        print(unit)
+    elif what == "install":
+        path = install_unit(unit)
+        out.print(f"wrote {path}", highlight=False, markup=False)
+        out.print(f"start it:      systemctl --user daemon-reload && systemctl --user enable --now {path.name}")
+        out.print("keep it while you are logged out:  loginctl enable-linger")
+    else:
+        raise UserError(f"bad --service: got {what!r}, expected print or install")
 
 
 def _parse_experts(

@@ -9,13 +9,10 @@ answers (`answer_budget`) that are held.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 import os
 import socket
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
 
 from aioquic.buffer import Buffer  # type: ignore[attr-defined]
@@ -25,12 +22,7 @@ from aioquic.quic.retry import QuicRetryTokenHandler
 from swarm.errors import (
     ConnectionLost,
     DeadlineExceeded,
-    ExpertsNotHeld,
-    Leaving,
-    Overloaded,
-    Refused,
     RemoteProtocolError,
-    SwarmError,
     UserError,
 )
 from swarm.identity import Identity
@@ -45,7 +37,6 @@ from swarm.net.addresses import (
     socket_address,
 )
 from swarm.net.admission import Admission, Verdict
-from swarm.net.answer_budget import AnswerBudget
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
 from swarm.net.flights import FlightSocket
@@ -54,15 +45,13 @@ from swarm.net.path_probes import PONG, PROBE, PathKey, decode_probe
 from swarm.net.paths import CHANNEL_BYTES, RELAY_TYPE, Path, PathPolicy
 from swarm.net.quic_driver import QuicDriver, driver_class
 from swarm.net.rehearsal import Rehearsal
+from swarm.net.serving import HELD_ANSWER_BYTES, Handler, Serving
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.byte_budget import ByteBudget
 
 logger = logging.getLogger(__name__)
 
-# Answers a request: a coroutine, which gets a task of its own, or a future, which needs none (a dispatch saves the three
-# wake-ups of a task). What is not wanted any more is cancelled.
-Handler = Callable[[Connection, m.Request], Awaitable[m.Response]]
 # Takes datagrams of one sender that are neither QUIC nor of a path known here.
 OtherReceiver = Callable[[Sequence[bytes], Any], None]
 
@@ -70,20 +59,9 @@ CID_BYTES = 8
 MAX_DATAGRAMS_PER_WAKE = 64  # then other callbacks get their turn; measured: a 49 KB answer is 40 datagrams
 SOCKET_BUFFER_BYTES = 4 << 20  # asked for; the kernel caps it (net.core.rmem_max)
 MAX_CONNECTIONS = 4096
-BULKY = m.GetManifest | m.GetBlock  # their answers can be far larger than they are
-# Requests being served, all connections together; more are refused as BUSY. Bulky ones, which mostly wait (2 KB each), apart,
-# so that those who wait for blocks do not keep dispatches out.
-MAX_SERVING, MAX_BULKY = 1024, 4096
-# The same, of one connection: it needs no more to keep a path full (peer/fetch asks for 4 blocks at a time).
-MAX_SERVING_PER_CONNECTION, MAX_BULKY_PER_CONNECTION = 128, 8
-N_BULKY_AT_ONCE = 4  # handlers that make a bulky answer: bounds what is made beyond the budget, at 96 MB each
-ROOM_TIMEOUT_S = 30.0  # for a bulky request to get its turn and room for its answer, then BUSY; guessed
-ROOM_CHECK_S = 1.0  # how often those who take their answers slowly are looked for, while others wait
-HELD_ANSWER_BYTES = 512 << 20  # held for all askers; guessed: six of the largest blocks
 DIAL_TIMEOUT_S = 4.0
 MAX_CONTACTED = 4096  # hosts that an endpoint remembers having sent to
 RELAY_HEAD_BYTES = 1 + CHANNEL_BYTES
-_BUSY = m.Busy(retry_after_ms=200, detail="too many requests, try again")  # the time is a guess
 
 
 class Endpoint:
@@ -112,11 +90,11 @@ class Endpoint:
         """
         self.identity = identity
         self._host, self._port = host, port
-        self._handlers: dict[type[m.Request], Handler] = {}
+        self._serving = Serving(held_answer_bytes)
         self._is_server = False  # whether strangers may connect
         if handler is not None:
             self.add_handler(serves, handler)
-            self._is_server = bool(self._handlers)
+            self._is_server = bool(self._serving.handlers)
         self._versions = versions
         self._driver = driver_class()
         certificate = make_certificate(identity)
@@ -132,19 +110,11 @@ class Endpoint:
         self._channels: dict[bytes, Path] = {}  # of relays
         self.on_other: OtherReceiver | None = None
         self._cids: dict[Connection, set[bytes]] = {}
-        self._serving: dict[tuple[Connection, int], asyncio.Future[Any]] = {}
-        self._n_serving: Counter[Connection | None] = Counter()  # not bulky; None: all
-        self._n_bulky: Counter[Connection | None] = Counter()
-        self._bulky_turn = asyncio.Semaphore(N_BULKY_AT_ONCE)
-        self._answers: AnswerBudget[Connection] = AnswerBudget(held_answer_bytes)
-        self._has_room = asyncio.Event()
-        self._slow_checked_at = 0.0
         self._requests = ByteBudget(held_request_bytes)
         self._admission = Admission()
         self._retry = QuicRetryTokenHandler()
         self._socket: socket.socket | None = None
         self._flights: FlightSocket | None = None  # the same socket
-        self._tasks = asyncio.TaskGroup()
         self._is_closing = False
         self.n_refused = 0  # first packets of connections for which there was no room
         self.n_retries = 0  # first packets whose sender was asked to prove its address
@@ -168,15 +138,14 @@ class Endpoint:
             raise UserError(
                 f"cannot use UDP {self._host}:{self._port}: {error.strerror}; choose another --port"
             ) from error
-        await self._tasks.__aenter__()
+        await self._serving.open()
         self._socket, self._flights = udp, FlightSocket(udp)
         asyncio.get_running_loop().add_reader(udp, self._on_readable)
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         self._is_closing = True
-        for serving in list(self._serving.values()):
-            serving.cancel()
+        self._serving.stop()
         for connection in list(self._connections):
             connection.close()
         if self._socket is not None:
@@ -185,7 +154,7 @@ class Endpoint:
             self._socket = self._flights = None
         for connection in list(self._connections):
             connection._finish()
-        await self._tasks.__aexit__(None, None, None)
+        await self._serving.wait_closed()
 
     @property
     def port(self) -> int:
@@ -206,7 +175,7 @@ class Endpoint:
 
         Whether strangers may connect is settled by the handler given at the start.
         """
-        self._handlers |= dict.fromkeys(serves, handler)
+        self._serving.add_handler(serves, handler)
 
     def open_connections(self) -> list[Connection]:
         """Return the connections that are open now."""
@@ -316,7 +285,7 @@ class Endpoint:
                 expected=remote,
                 nonce=os.urandom(32),
                 observed_address=address,
-                serves=self._handlers,
+                serves=self._serving.handlers,
                 versions=self._versions,
                 request_budget=self._requests,
             )
@@ -329,8 +298,8 @@ class Endpoint:
             path=path,
             send=self._send,
             send_copy=self._send_copy,
-            on_request=self._on_request,
-            on_cancel=self._on_cancel,
+            on_request=self._serving.begin,
+            on_cancel=self._serving.cancel,
             on_open=self._on_open,
             on_gone=self._on_gone,
             on_unsent=self._on_unsent,
@@ -594,153 +563,13 @@ class Endpoint:
     def _on_gone(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self._admission.end(connection)
-        self._answers.forget(connection)
-        self._has_room.set()
+        self._serving.forget(connection)
         key = self._keys.pop(connection, None)
         if key is not None:
             self._by_tag.pop(key.tag, None)
         for cid in self._cids.pop(connection, ()):
             self._by_cid.pop(cid, None)
 
-    def _on_request(self, connection: Connection, exchange: int, request: m.Request) -> None:
-        is_bulky = isinstance(request, BULKY)
-        counts = self._n_bulky if is_bulky else self._n_serving
-        limit = MAX_BULKY if is_bulky else MAX_SERVING
-        connection_limit = MAX_BULKY_PER_CONNECTION if is_bulky else MAX_SERVING_PER_CONNECTION
-        is_busy = counts[None] >= limit or counts[connection] >= connection_limit
-        if not is_busy and not is_bulky and not self._answers.has_room(connection):
-            is_busy = True
-            self._close_slow()
-        handler = self._handlers.get(type(request))
-        if handler is None or self._is_closing or is_busy:
-            connection.respond(exchange, _BUSY)
-            return
-        serving: asyncio.Future[Any]
-        if is_bulky:
-            serving = self._tasks.create_task(self._serve_in_turn(handler, connection, exchange, request))
-        else:
-            try:
-                answer = handler(connection, request)
-            except Exception as error:
-                self._refuse(connection, exchange, error)
-                return
-            if isinstance(answer, asyncio.Future):
-                serving = answer
-                serving.add_done_callback(functools.partial(self._on_answered, connection, exchange))
-            else:
-                serving = self._tasks.create_task(self._serve(answer, connection, exchange))
-                if asyncio.iscoroutine(answer):  # a task that is stopped before its first step leaves it never awaited
-                    serving.add_done_callback(functools.partial(_close, answer))
-        self._serving[connection, exchange] = serving
-        counts[None] += 1
-        counts[connection] += 1
-        serving.add_done_callback(functools.partial(self._on_served, connection, exchange, counts))
-
-    def _on_served(
-        self, connection: Connection, exchange: int, counts: Counter[Connection | None], _: asyncio.Future[Any]
-    ) -> None:
-        self._serving.pop((connection, exchange), None)
-        for key in (None, connection):
-            counts[key] -= 1
-            if not counts[key]:
-                del counts[key]
-
-    def _on_cancel(self, connection: Connection, exchange: int) -> None:
-        serving = self._serving.get((connection, exchange))
-        if serving is not None:
-            serving.cancel()
-
-    async def _serve_in_turn(self, handler: Handler, connection: Connection, exchange: int, request: m.Request) -> None:
-        """Answer one request once the asker has taken its earlier answers, and there is room for this one among all others'."""
-        async with connection.turn:
-            try:
-                await connection.wait_drained()
-            except DeadlineExceeded as error:
-                connection.close(error)
-                return
-            try:
-                async with asyncio.timeout(ROOM_TIMEOUT_S) as waiting, self._bulky_turn:
-                    await self._wait_for_room()
-                    waiting.reschedule(None)
-                    await self._serve(handler(connection, request), connection, exchange)
-            except TimeoutError:
-                connection.respond(exchange, _BUSY)
-
-    async def _wait_for_room(self) -> None:
-        while self._answers.is_full:
-            self._close_slow()
-            self._has_room.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_CHECK_S):
-                    await self._has_room.wait()
-
-    def _close_slow(self) -> None:
-        """End the connections that take their answers too slowly; to be called while others wait, however often."""
-        now = clock()
-        if now >= self._slow_checked_at + ROOM_CHECK_S:
-            self._slow_checked_at = now
-            for connection in self._answers.slow(now):
-                connection.close(ConnectionLost("the other side does not take its answers, and others wait"))
-
     def _on_unsent(self, connection: Connection, n_given: int, n_held: int) -> None:
         if connection in self._connections:  # not after it is gone: nobody would forget it
-            self._answers.update(connection, n_given=n_given, n_held=n_held)
-            if not self._answers.is_full:
-                self._has_room.set()
-
-    async def _serve(self, answer: Awaitable[m.Response], connection: Connection, exchange: int) -> None:
-        """Answer one request. Nothing may escape: this task shares a group with all others."""
-        try:
-            self._respond(connection, exchange, await answer)
-        except asyncio.CancelledError as error:
-            self._refuse(connection, exchange, error)
-            raise
-        except Exception as error:
-            self._refuse(connection, exchange, error)
-
-    def _on_answered(self, connection: Connection, exchange: int, answer: asyncio.Future[m.Response]) -> None:
-        error = asyncio.CancelledError() if answer.cancelled() else answer.exception()
-        if error is not None:
-            self._refuse(connection, exchange, error)
-        else:
-            self._respond(connection, exchange, answer.result())
-
-    def _respond(self, connection: Connection, exchange: int, answer: m.Response) -> None:
-        try:
-            connection.respond(exchange, answer)
-        except Exception:  # an answer of the wrong type, or one that cannot be written: the asker must not wait for it
-            logger.exception("the answer to a request of node %s cannot be sent", connection.remote.short)
-            connection.respond(exchange, m.Refusal(code=m.ErrorCode.INTERNAL, detail="internal error"))
-
-    def _refuse(self, connection: Connection, exchange: int, error: BaseException) -> None:
-        """Tell the asker why there is no answer; what breaks the protocol ends the connection."""
-        # A node may have come back with other experts: not worth its connection.
-        if isinstance(error, RemoteProtocolError) and not isinstance(error, ExpertsNotHeld):
-            connection.close(error)
-            return
-        code, detail = m.ErrorCode.INTERNAL, "internal error"
-        if isinstance(error, asyncio.CancelledError):
-            # By the other side, or as the endpoint closes: then this goes nowhere. Else by something in the handler.
-            detail = "the request was cancelled"
-        elif isinstance(error, Overloaded):
-            busy = m.Busy(detail=str(error), retry_after_ms=max(0, round(error.retry_after_s * 1e3)))
-            connection.respond(exchange, busy)
-            return
-        elif isinstance(error, Leaving):
-            code, detail = m.ErrorCode.SHUTTING_DOWN, str(error)
-        elif isinstance(error, ExpertsNotHeld) or type(error) is LookupError:
-            code, detail = (
-                m.ErrorCode.NOT_FOUND,
-                str(error),
-            )  # raised on purpose; a KeyError is a bug, and may hold anything
-        elif isinstance(error, Refused):
-            detail = str(error)
-        elif isinstance(error, SwarmError):  # its text is for the people of this machine, and may name its files
-            logger.warning("a request of node %s failed: %s", connection.remote.short, error)
-        else:
-            logger.error("a request of node %s failed", connection.remote.short, exc_info=error)
-        connection.respond(exchange, m.Refusal(code=code, detail=detail))
-
-
-def _close(answer: Coroutine[Any, Any, Any], _: asyncio.Future[Any]) -> None:
-    answer.close()
+            self._serving.note_unsent(connection, n_given, n_held)

@@ -30,11 +30,12 @@ from swarm.identity import Identity
 from swarm.ids import ModelId
 from swarm.net import admission, answer_budget
 from swarm.net import connection as connection_module
-from swarm.net import endpoint as endpoint_module
+from swarm.net import serving as serving_module
 from swarm.net.connection import Connection
-from swarm.net.endpoint import Endpoint, Handler
+from swarm.net.endpoint import Endpoint
 from swarm.net.paths import Path
 from swarm.net.quic_driver import driver_class
+from swarm.net.serving import Handler
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.frames import encode
@@ -132,7 +133,7 @@ async def test_each_side_learns_who_the_other_is() -> None:
 
 
 async def test_fifty_requests_at_once_get_each_its_own_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_BULKY_PER_CONNECTION", 50)
+    monkeypatch.setattr(serving_module, "MAX_BULKY_PER_CONNECTION", 50)
     async with linked() as (server, _, connection):
         sizes = [1 + 997 * n for n in range(50)]
         answers = await asyncio.gather(*(connection.request(block(size), timeout_s=LIMIT_S) for size in sizes))
@@ -218,7 +219,7 @@ async def test_a_handler_may_answer_by_a_future_without_a_task() -> None:
         answers[0].set_result(m.Status(data=b"later"))
         assert await asked == m.Status(data=b"later")
         await eventually(lambda: not server._serving)
-        assert not server._n_serving
+        assert not server._serving.n_short
 
 
 @pytest.mark.parametrize(
@@ -272,7 +273,7 @@ async def test_a_cancelled_future_gives_the_request_up_on_both_sides() -> None:
         answers[1].set_result(m.Status(data=b"the other"))
         assert await asked[1] == m.Status(data=b"the other")
         await eventually(lambda: not server._serving)
-        assert not server._n_serving
+        assert not server._serving.n_short
         assert not connection._answers
 
 
@@ -309,7 +310,7 @@ async def test_an_answer_that_cannot_be_sent_is_a_refusal_and_the_endpoint_lives
 
 
 async def test_requests_beyond_the_bound_are_told_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_SERVING", 2)
+    monkeypatch.setattr(serving_module, "MAX_SERVING", 2)
     async with linked() as (server, _, connection):
         waiting = [
             asyncio.ensure_future(connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S)) for _ in range(2)
@@ -326,7 +327,7 @@ async def test_requests_beyond_the_bound_are_told_busy(monkeypatch: pytest.Monke
 
 
 async def test_one_connection_cannot_take_all_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_SERVING_PER_CONNECTION", 3)
+    monkeypatch.setattr(serving_module, "MAX_SERVING_PER_CONNECTION", 3)
     async with linked() as (server, client, connection):
         waiting = [
             asyncio.ensure_future(connection.request(m.Lookup(model_id=None), timeout_s=LIMIT_S)) for _ in range(3)
@@ -341,7 +342,7 @@ async def test_one_connection_cannot_take_all_places(monkeypatch: pytest.MonkeyP
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await eventually(lambda: not server._serving)
-        assert not server._n_serving
+        assert not server._serving.n_short
         await connection.request(m.GetStatus(), timeout_s=LIMIT_S)
 
 
@@ -870,7 +871,7 @@ async def test_nothing_of_a_request_is_logged_above_debug(caplog: pytest.LogCapt
 
 async def test_an_asker_that_takes_no_answers_does_not_fill_our_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection_module, "MAX_UNSENT_BYTES", 1 << 20)
-    monkeypatch.setattr(endpoint_module, "MAX_BULKY_PER_CONNECTION", 20)
+    monkeypatch.setattr(serving_module, "MAX_BULKY_PER_CONNECTION", 20)
     size, n_made = 600_000, 0
 
     async def counting(connection: Connection, request: m.Request) -> m.Response:
@@ -915,7 +916,7 @@ async def test_askers_that_do_not_read_leave_places_and_memory_for_others(monkey
     monkeypatch.setattr(connection_module, "MAX_UNSENT_BYTES", 1 << 20)
     monkeypatch.setattr(s, "LOST_AFTER_S", 60.0)  # else the strangers, who hear nothing, give up by themselves
     monkeypatch.setattr(answer_budget, "PACE_S", 0.5)
-    monkeypatch.setattr(endpoint_module, "ROOM_CHECK_S", 0.1)
+    monkeypatch.setattr(serving_module, "ROOM_CHECK_S", 0.1)
     size = 2 << 20
     async with (
         listen(held_answer_bytes=3 << 20) as server,
@@ -923,9 +924,9 @@ async def test_askers_that_do_not_read_leave_places_and_memory_for_others(monkey
         strangers_who_do_not_read(server, 4, 100, size),
     ):
         honest = await dial(client, server)
-        await eventually(lambda: server._answers.is_full)
-        assert len(server._serving) <= 4 * endpoint_module.MAX_BULKY_PER_CONNECTION
-        assert server._answers.n_bytes <= (3 << 20) + endpoint_module.N_BULKY_AT_ONCE * size
+        await eventually(lambda: server._serving.answers.is_full)
+        assert len(server._serving) <= 4 * serving_module.MAX_BULKY_PER_CONNECTION
+        assert server._serving.answers.n_bytes <= (3 << 20) + serving_module.N_BULKY_AT_ONCE * size
         with pytest.raises(RemoteRefused) as caught:  # what is not bulky does not wait
             await honest.request(m.GetStatus(), timeout_s=LIMIT_S)
         assert caught.value.remote_code == m.ErrorCode.BUSY
@@ -934,23 +935,23 @@ async def test_askers_that_do_not_read_leave_places_and_memory_for_others(monkey
 
 
 async def test_a_request_that_finds_no_room_in_time_is_told_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "ROOM_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(serving_module, "ROOM_TIMEOUT_S", 0.2)
     async with (
         listen(held_answer_bytes=1 << 20) as server,
         Endpoint(CLIENT, host="127.0.0.1") as client,
         strangers_who_do_not_read(server, 1, 1, 2 << 20),
     ):
         honest = await dial(client, server)
-        await eventually(lambda: server._answers.is_full)
+        await eventually(lambda: server._serving.answers.is_full)
         with pytest.raises(RemoteRefused) as caught:
             await honest.request(block(10), timeout_s=LIMIT_S)
         assert caught.value.remote_code == m.ErrorCode.BUSY
         await eventually(lambda: len(server._serving) == 0)
-        assert not server._n_bulky
+        assert not server._serving.n_bulky
 
 
 async def test_what_was_taken_is_held_no_longer() -> None:
     async with linked() as (server, _, connection):
         for _ in range(3):
             await connection.request(block(300_000), timeout_s=LIMIT_S)
-        await eventually(lambda: server._answers.n_bytes == 0)
+        await eventually(lambda: server._serving.answers.n_bytes == 0)

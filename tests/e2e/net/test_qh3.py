@@ -11,7 +11,7 @@ from swarm.errors import IdentityMismatch, UserError
 from swarm.identity import Identity
 from swarm.ids import ModelId
 from swarm.net import admission
-from swarm.net import endpoint as endpoint_module
+from swarm.net import serving as serving_module
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.quic_driver import driver_class
@@ -57,7 +57,7 @@ async def test_any_pair_speaks(monkeypatch: pytest.MonkeyPatch, server_library: 
 async def test_more_streams_than_are_allowed_at_first_wait(
     monkeypatch: pytest.MonkeyPatch, server_library: str, client_library: str
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "MAX_BULKY_PER_CONNECTION", 200)
+    monkeypatch.setattr(serving_module, "MAX_BULKY_PER_CONNECTION", 200)
     server = endpoint(monkeypatch, server_library, SERVER, handler=answer, serves=[m.GetBlock])
     client = endpoint(monkeypatch, client_library, CLIENT)
     async with server, client:
