@@ -41,12 +41,14 @@ from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.path_finder import PathFinder
 from swarm.net.pool import Pool
+from swarm.net.readiness import Readiness, is_worthwhile
 from swarm.net.relay_client import RelayAddress
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
 from swarm.registry.publishers import Publishers
 from swarm.registry.records import ExpertAnnouncement, printable_name
+from swarm.registry.relays import relays_of
 from swarm.wire import messages as m
 from swarm.wire.session import WIRE_VERSIONS
 
@@ -174,6 +176,7 @@ class PeerDaemon:
         self._identity = identity
         self._progress = progress or Progress()
         self._started = time.monotonic()
+        self._readiness: Readiness | None = None
         self._slice: _Slice | None = None
         self._former: _Slice | None = None  # while backbones may still ask for it
         self._chooser: Chooser | None = None
@@ -227,6 +230,8 @@ class PeerDaemon:
                 max_download_bytes_s=config.max_download_bytes_s,
             )
             pool = Pool(endpoint, finder)
+            if is_worthwhile():
+                self._readiness = Readiness(endpoint)
             kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
             registry = RegistryClient(finder, config.registry, cache=kept)
             try:
@@ -240,6 +245,8 @@ class PeerDaemon:
                 finally:  # also when told twice to leave
                     await registry.close()
                     await pool.close()
+                    if self._readiness is not None:
+                        self._readiness.close()
                     for each in filter(None, (self._slice, self._former)):
                         each.compute.stop()
                         if not is_told_twice:  # a computation may take long
@@ -252,7 +259,12 @@ class PeerDaemon:
             async with asyncio.TaskGroup() as tasks:
                 assert self._finder is not None
                 relays = [RelayAddress(address=each.address, node=each.node) for each in self._config.registry]
-                tasks.create_task(self._finder.keep_reachable(relays, announcer.announce_soon))
+                reachable = self._finder.keep_reachable(
+                    relays,
+                    announcer.announce_soon,
+                    others=lambda: relays_of(registry.members_known(), self._identity.node_id),
+                )
+                tasks.create_task(reachable)
                 async with self._open_model(registry, pool) as opened:
                     await self._settle(opened, registry, announcer, tasks)
                     await opened.fetch(self._experts)
@@ -539,6 +551,9 @@ class PeerDaemon:
         traffic, loop = self._traffic, asyncio.get_running_loop()
         assert traffic is not None
         n_bytes = traffic.admit(request)
+        readiness = self._readiness
+        if readiness is not None:
+            readiness.ended()  # the wait for a dispatch, which began with the last answer
         answer = compute.start(request, backbone)
         traffic.promise(n_bytes)
         self._under_way.add(answer)
@@ -550,6 +565,9 @@ class PeerDaemon:
             self._in_line[backbone] -= 1
             if not self._in_line[backbone]:
                 del self._in_line[backbone]
+            if readiness is not None:
+                is_token = len(request.row_counts) == 1 and not answer.cancelled() and answer.exception() is None
+                readiness.began((request, answer.result()) if is_token else None)
 
         answer.add_done_callback(is_done)
         return answer
@@ -567,6 +585,7 @@ class PeerDaemon:
             "experts": self._experts.grouped(),
             "exact_kernels": self._config.exact_kernels,
             "resting": self._pauses.why,
+            "reach": "unknown" if self._finder is None else self._finder.how_reached().value,
         }
         if self._slice is not None:
             stats = self._slice.compute.stats

@@ -14,12 +14,13 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relay.metrics import Metric, counter, gauge
+from relay.counts import of_bridges, of_endpoint, of_registry, of_service
+from relay.metrics import Metric
 from relay.outward import outward_host
 from relay.quotas import Limits, TokenBucket
 from relay.service import SERVES as RELAY_SERVES
@@ -310,50 +311,13 @@ class RelayDaemon:
 
     def metrics(self) -> list[Metric]:
         """Return what is counted here."""
-        board, endpoint, table = self.service.switchboard, self._endpoint, self._registry.table
-        drops = asdict(board.drops)
-        return [
-            gauge("swarm_relay_uptime_seconds", "Since this relay started.", self._now() - self._started),
-            gauge("swarm_relay_reservations", "Nodes that can be called.", self.service.reservations.n_reservations),
-            gauge("swarm_relay_channels", "Open channels.", self.service.reservations.n_channels),
-            gauge("swarm_relay_draining", "1 once it takes nothing new.", self.service.is_draining),
-            counter("swarm_relay_packets_total", "Packets passed on.", board.n_passed),
-            counter("swarm_relay_bytes_total", "Bytes of packets passed on.", board.n_passed_bytes),
-            counter("swarm_relay_challenges_total", "Sources asked to prove themselves.", board.n_challenges),
-            Metric(
-                name="swarm_relay_dropped_packets_total",
-                kind="counter",
-                help="Packets not passed on.",
-                values=drops,
-                label="reason",
-            ),
-            gauge(
-                "swarm_relay_websockets", "Nodes that come by WebSocket.", self._bridges.n_open if self._bridges else 0
-            ),
-            counter(
-                "swarm_relay_websocket_drops_total",
-                "Packets that a WebSocket had no room for.",
-                self._bridges.n_dropped if self._bridges else 0,
-            ),
-            gauge("swarm_registry_records", "Records stored.", len(table)),
-            gauge("swarm_registry_bytes", "Bytes of records stored.", table.n_bytes),
-            gauge("swarm_registry_members", "Known members of the ring.", len(self._registry.replica.membership.ring)),
-            counter("swarm_udp_sent_bytes_total", "UDP payload sent.", endpoint.bytes_sent if endpoint else 0),
-            counter(
-                "swarm_udp_received_bytes_total", "UDP payload received.", endpoint.bytes_received if endpoint else 0
-            ),
-            counter(
-                "swarm_udp_send_drops_total",
-                "Datagrams the socket had no room for.",
-                endpoint.n_send_drops if endpoint else 0,
-            ),
-            counter("swarm_quic_refused_total", "First packets without room.", endpoint.n_refused if endpoint else 0),
-            counter(
-                "swarm_quic_retries_total",
-                "First packets whose sender was to prove itself.",
-                endpoint.n_retries if endpoint else 0,
-            ),
-        ]
+        counted = of_service(self.service, uptime_s=self._now() - self._started)
+        counted += of_registry(self._registry)
+        if self._bridges is not None:
+            counted += of_bridges(self._bridges)
+        if self._endpoint is not None:
+            counted += of_endpoint(self._endpoint)
+        return counted
 
     def _status(self) -> dict[str, object]:
         return {

@@ -208,6 +208,15 @@ def draw(tensor: TensorInfo, seed: int) -> bytes:
     return quantize(tensor.ggml_type, values.reshape(-1, shape[-1]))
 
 
+def model_file(folder: Path, recipe: Recipe, variant: Variant) -> Path:
+    """Return a model's file in `folder`, written now unless it is there; raises as `write_model`."""
+    path = folder / file_name(recipe, variant)
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_model(path, recipe, variant)
+    return path
+
+
 def file_name(recipe: Recipe, variant: Variant) -> str:
     """Return a name under which a generated file can be kept: another for everything that changes its bytes."""
     what = hashlib.sha256(repr((metadata(recipe), recipe, variant)).encode()).hexdigest()[:12]

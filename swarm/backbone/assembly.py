@@ -45,6 +45,7 @@ from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
 from swarm.registry.records import ModelOffer
+from swarm.registry.relays import relays_of
 from swarm.wire import messages as m
 from swarm.wire.rows import Wire, WireForm
 
@@ -192,7 +193,12 @@ async def open_backbone(
         async with _cancelled_at_exit() as tasks:
             tasks.create_task(announcer.run())
             relays = [RelayAddress(address=each.address, node=each.node) for each in config.registry]
-            tasks.create_task(finder.keep_reachable(relays, announcer.announce_soon))
+            reachable = finder.keep_reachable(
+                relays,
+                announcer.announce_soon,
+                others=lambda: relays_of(registry.members_known(), identity.node_id),
+            )
+            tasks.create_task(reachable)
             tasks.create_task(holders.run())
             if config.shares_histogram:
                 publisher = HistogramPublisher(

@@ -133,6 +133,7 @@ class Backbone:
         self.line = WaitingLine(self._config.max_line, self.n_slots)
         self.stats = ServingStats()
         self._free_slots = asyncio.Semaphore(self.n_slots)
+        self._n_taken = 0
         self._held_origins: Counter[int] = Counter()  # sequence -> slots and entries that hold tokens of it
         self._is_draining = False
         self._idle = asyncio.Event()
@@ -225,7 +226,7 @@ class Backbone:
             raise Overloaded("this backbone is shutting down", retry_after_s=10.0)
         began_at = self._now()
         self.stats.n_requests += 1
-        self.line.enter()
+        self.line.enter(self.n_slots - self._n_taken)
         is_in_line = True
         try:
             tokens = await asyncio.to_thread(self.tokenize, request)  # a long text takes a good part of a second
@@ -239,7 +240,7 @@ class Backbone:
             is_in_line = False
             if self._is_draining:
                 drawer.close()
-                self._free_slots.release()
+                self._release()
                 raise Overloaded("this backbone is shutting down", retry_after_s=10.0)
             self.stats.queue.observe(self._now() - began_at)
             async with contextlib.aclosing(self._answer(tokens, request, drawer, began_at)) as deltas:
@@ -294,8 +295,13 @@ class Backbone:
         try:
             async with asyncio.timeout(LINE_TIMEOUT_S):
                 await self._free_slots.acquire()
+            self._n_taken += 1
         except TimeoutError:
             raise Overloaded(f"no turn within {LINE_TIMEOUT_S:g} s", retry_after_s=30.0) from None
+
+    def _release(self) -> None:
+        self._n_taken -= 1
+        self._free_slots.release()
 
     async def _answer(
         self, prompt: list[int], request: GenerationRequest, drawer: Drawer, began_at: float
@@ -319,7 +325,7 @@ class Backbone:
                 self._tracer.close(job.live.origin)
             if job is None:
                 drawer.close()
-                self._free_slots.release()
+                self._release()
             else:
                 if not job.answer.is_over:
                     self.stats.n_cancelled += 1
@@ -347,6 +353,7 @@ class Backbone:
             drawer=drawer,
             slot=seat.slot,
             began_at=began_at,
+            seated_at=self._now(),
         )
         self._idle.clear()
         if self._config.n_draft:
@@ -441,8 +448,8 @@ class Backbone:
 
     def freed(self, job: Job) -> None:
         """Give the slot to whoever waits."""
-        self.line.served(self._now() - job.began_at)
-        self._free_slots.release()
+        self.line.served(self._now() - job.seated_at)
+        self._release()
         if not any(lane.jobs for lane in self.lanes):
             self._idle.set()
 

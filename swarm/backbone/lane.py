@@ -29,7 +29,7 @@ from swarm.backbone.drawing import Drawer
 from swarm.backbone.engine import Engine, StepPart
 from swarm.backbone.prefix_cache import Entry, Tokens, as_tokens
 from swarm.backbone.scheduler import LaneSchedule, LiveRequest, StepShare
-from swarm.backbone.slots import Seat, Slot
+from swarm.backbone.slots import NOTHING, Seat, Slot
 from swarm.errors import ConnectionLost, EngineError, SwarmError
 from swarm.speculation.accept import accept
 
@@ -92,7 +92,7 @@ class Job:
     """A request at work.
 
     Attributes:
-        began_at: when it was accepted; token_at: of its latest token.
+        began_at: when it was accepted; seated_at: when it got its slot; token_at: of its latest token.
     """
 
     live: LiveRequest
@@ -101,6 +101,7 @@ class Job:
     slot: Slot
     proposer: Proposer | None = None
     began_at: float = 0.0
+    seated_at: float = 0.0
     token_at: float | None = None
     is_freed: bool = False
 
@@ -237,7 +238,11 @@ class Lane:
                 other = self.jobs.get(source.origin)
                 n_kept = min(n_kept, len(source.tokens) if other is None else other.live.n_computed)
             old_tokens, old_origin = seat.slot.tokens, seat.slot.origin
-            n_kept, state = await self._alone(job, lambda seat=seat, n=n_kept: self._fill(seat, n))  # type: ignore[misc]
+            seat.slot.tokens = NOTHING  # should it fail, nobody knows what is left
+            n_kept, state = await self._alone(
+                job,
+                lambda seat=seat, n=n_kept, old=old_tokens: self._fill(seat, n, old),  # type: ignore[misc]
+            )
             if state is not None:
                 self._events.offer(old_tokens, old_origin, state)
             live.n_computed = n_kept
@@ -257,11 +262,11 @@ class Lane:
         finally:
             self._step = frozenset()
 
-    def _fill(self, seat: Seat, n_kept: int) -> tuple[int, npt.NDArray[np.uint8] | None]:
+    def _fill(self, seat: Seat, n_kept: int, old: Tokens) -> tuple[int, npt.NDArray[np.uint8] | None]:
         """Make a slot hold the beginning of its new text; on the engine's thread. Return how much, and the old text's state."""
         context, sequence, source = self.engine.context, seat.slot.sequence, seat.source
         state: npt.NDArray[np.uint8] | None = None
-        if seat.is_saved and context.remove(sequence, len(seat.slot.tokens)):
+        if seat.is_saved and context.remove(sequence, len(old)):
             state = context.save(sequence)
         if source is not seat.slot:
             context.remove(sequence, 0)
@@ -322,8 +327,11 @@ class Lane:
                 outcome = await self.engine.call(lambda: self._compute(shares, jobs))
         except TimeoutError:
             logger.debug("a step was given up: nobody waits for it")
+            if self.engine.model.has_recurrent_state:  # it was rolled back, perhaps with all that was before it
+                for job in jobs:
+                    job.live.n_computed = 0
         except Exception as error:
-            outcome = _Failure(error, (), set())
+            outcome = _Failure(error, tuple(self._step), set())
         finally:
             self._scope = None
             self._step = frozenset()

@@ -92,7 +92,7 @@ class PrefixCache:
         entry.credit = self._clock + self._worth(entry)
 
     def add(self, tokens: Tokens, origin: int, state: object, size_bytes: int) -> bool:
-        """Keep a state; return False where it is too large or not worth its place."""
+        """Keep a state; return False where it is too large or not worth its place: then nobody is told of it."""
         if not len(tokens) or size_bytes > self.max_bytes:
             return False
         key = _key(tokens)
@@ -109,12 +109,9 @@ class PrefixCache:
         self.size_bytes += size_bytes
         entry.credit = self._clock + self._worth(entry)
         while self.size_bytes > self.max_bytes or len(self._entries) > MAX_ENTRIES:
-            self._evict()
-        return any(each is entry for each in self._entries[max(at - 1, 0) : at + 1])
-
-    def has(self, tokens: Tokens) -> bool:
-        """Return whether a text is kept, perhaps as another's beginning."""
-        return self.longest(tokens)[1] == len(tokens)
+            if not self._evict(entry):
+                return False
+        return True
 
     def drop(self, is_bad: Callable[[Entry], bool]) -> int:
         """Give up every entry of which `is_bad` says so; return how many."""
@@ -129,11 +126,18 @@ class PrefixCache:
         n_shared = max((common_length(entry.tokens, each.tokens) for each in neighbours), default=0)
         return (1 + entry.n_uses) * (len(entry.tokens) - n_shared) / len(entry.tokens)
 
-    def _evict(self) -> None:
+    def _evict(self, newcomer: Entry) -> bool:
+        """Give up the entry of least credit; return False where that is the newcomer."""
         index = min(range(len(self._entries)), key=lambda i: self._entries[i].credit)
-        self._clock = self._entries[index].credit
+        entry = self._entries[index]
+        self._clock = entry.credit
+        if entry is newcomer:
+            self._entries.pop(index)
+            self.size_bytes -= entry.size_bytes
+            return False
         self.n_evicted += 1
         self._remove(index)
+        return True
 
     def _remove(self, index: int) -> None:
         entry = self._entries.pop(index)

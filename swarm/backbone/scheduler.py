@@ -220,9 +220,13 @@ class WaitingLine:
         self._n_slots = n_slots
         self._request_s: float | None = None
 
-    def enter(self) -> None:
-        """Take a place. Raises Overloaded with the time after which a place should be free."""
-        if self.length >= self._max_length:
+    def enter(self, n_free: int) -> None:
+        """Take a place, on the way to one of `n_free` slots perhaps.
+
+        Raises:
+            Overloaded: with the time after which a place should be free.
+        """
+        if self.length >= self._max_length + n_free:
             raise Overloaded(f"{self.length} requests are waiting", retry_after_s=self.retry_after_s)
         self.length += 1
 

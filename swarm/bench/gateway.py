@@ -170,10 +170,14 @@ def compared(together: Sequence[Sequence[TokenLogprob]], alone: Sequence[Sequenc
 
 
 def together_per_s(streams: list[_Stream]) -> float:
-    """Return the tokens per second of all streams while all of them stream."""
+    """Return the tokens per second of all streams while all of them stream: the sum of what each has from token to token."""
     begin = max(stream.token_at[0] for stream in streams)
     end = min(stream.token_at[-1] for stream in streams)
-    return sum(begin < at <= end for stream in streams for at in stream.token_at) / (end - begin)
+    total = 0.0
+    for stream in streams:
+        times = [at for at in stream.token_at if begin <= at <= end]
+        total += (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else 0.0
+    return total
 
 
 def _figures(

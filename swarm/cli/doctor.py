@@ -84,7 +84,8 @@ class Report:
                 "Let UDP out of this network. Until then everything goes through a relay by WebSocket, which is slower.",
             ]
         if self.reach is Reach.PUBLIC:
-            return []
+            public = {finding.version for finding in self.findings if finding.verdict is Verdict.PUBLIC}
+            return [] if 4 in public else ["Start with --host ::, since others reach this machine by IPv6 alone."]
         advice = []
         for finding in self.findings:
             if finding.mapping is m.Mapping.NONE and finding.verdict is Verdict.CLOSED:

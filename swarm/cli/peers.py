@@ -26,6 +26,7 @@ from swarm.registry.records import MAX_PAIRS, ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
 
 ASK_TIMEOUT_S = 2.0
+SETTLE_S = 2.0  # for a punched hole: what a backbone that stays would use
 MAX_ASKED_AT_ONCE = 32
 MAX_VERDICTS = 256  # taken from one backbone; as many as one tells (`auditor.MAX_REPORTED`)
 MAX_TIME = 32_503_680_000  # the year 3000: later times have no date
@@ -101,7 +102,7 @@ async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore)
         assert isinstance(answer, m.Status)  # the session checks an answer's type
         status = json.loads(answer.data)
         shown |= {"up": True, "rtt_s": connection.rtt_s}
-        report = pool.report(holder.node)
+        report = await pool.settled_report(holder.node, SETTLE_S)
         if report is not None:
             shown |= {"path": report.path, "is_relayed": report.is_relayed, "why_relayed": report.why_relayed}
         if isinstance(status, dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
@@ -15,6 +16,8 @@ from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.addresses import format_address, parse_address, resolve
 from swarm.units import parse_duration_s, parse_rate_bit_s
+
+logger = logging.getLogger(__name__)
 
 
 def relay(
@@ -185,11 +188,20 @@ def relay(
             limits=limits,
             drain_s=drain_s,
             http_port=http_port,
-            addresses=() if advertised is None else (format_address(resolve(parse_address(advertised))),),
+            addresses=() if advertised is None else _literals(advertised),
         )
         await RelayDaemon(config, identity).run(on_ready)
 
     run_daemon(main(), until_eof=until_eof)
+
+
+def _literals(address: str) -> tuple[str, ...]:
+    """Return an address with an IP literal, as vouchers carry it; none if it is a name that nobody knows now."""
+    try:
+        return (format_address(resolve(parse_address(address))),)
+    except UserError as error:
+        logger.warning("peers behind NAT cannot be called through this relay: %s", error)
+        return ()
 
 
 def _http_port(text: str, port: int) -> int | None:

@@ -83,6 +83,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_GATEWAY = "127.0.0.1:8080"
 DEFAULT_AUDIT = f"{DEFAULT_SHARE:.0%}"
+IDLE_TIMEOUT_S = 75.0  # nginx's: after which a connection closes on which no request is, or whose headers never end
 SHUTDOWN_TIMEOUT_S = 3.0  # for the last bytes of answers, once all are drained or their time is up
 
 
@@ -329,7 +330,13 @@ async def start_gateway(running: RunningBackbone, settings: GatewaySettings) -> 
         peer_map=BackboneMap(running, settings.registry, settings.place),
         metrics=backbone_metrics(running),
     )
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, handler_cancellation=True)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        keepalive_timeout=IDLE_TIMEOUT_S,
+        handler_cancellation=True,
+    )
     await runner.setup()
     try:
         await web.TCPSite(runner, *settings.address, ssl_context=settings.tls).start()

@@ -5,10 +5,7 @@ holders, the placement's owners are returned as they are, at no cost.
 
 *Decode* (a few rows): a layer takes as long as its slowest destination. For these rows' experts the fastest holder of each is
 known; the slowest of those bounds the layer from below, whatever is chosen. Every replica that is no slower than this bound
-costs no time, so they are candidates, and of these the fewest are asked that hold all of the step's experts: fewer bytes, fewer
-packets, a shorter maximum. Of choices with as few, the step takes that of its sequence's *home*: a few candidates that hold all
-of the layer, each expert with a fixed owner among them, the first by an order that is drawn from this backbone's identity. There
-are N_HOMES of them: a sequence stays on its own replicas, several spread over all, and those of one step share a home.
+costs no time: these are the candidates among which `homes` chooses, as few as will do.
 
 *Prefill* (many rows): what counts is throughput. Rows go, block by block, to the holder of most of their experts, weighed by
 how full each holder already is, by the measured time per pair.
@@ -20,23 +17,21 @@ quarter. So nothing moves for noise, and everything within REFRESH_S of a slow a
 from __future__ import annotations
 
 import bisect
-import functools
-import hashlib
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from swarm.dispatch.homes import Homes
 from swarm.dispatch.origin import Origin
 from swarm.dispatch.placement import NOBODY, Placement
 from swarm.dispatch.plan import Batch, part_of
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.ids import NodeId
 
-DECODE_ROWS = 8  # as many rows as a step with drafts has; the greedy choice below costs some 2 us a pair
+DECODE_ROWS = 8  # as many rows as a step with drafts has; a choice in `homes` costs about 1 us a pair
 DECODE_PAIRS = 4  # what replicas are compared by: a token's share at one peer of a few
 REFRESH_S = 0.1  # between two looks at the costs; guessed: a tenth of the second that a dead peer may cost
 # A cost in use stays until the measured one differs by more. Guessed: above the scatter of means, below what a person notices.
@@ -46,10 +41,6 @@ N_BLOCKS = 16  # of the rows of a prefill: each is given out knowing the load of
 PRESSURE = 2.0  # how much a holder's load above the mean counts against the experts it holds; guessed
 DISFAVOURED = 3.0  # how many times as slow such a peer is taken to be; guessed: used where others are far or full
 UNKNOWN_PAIR_S = 1e-4  # of a peer that has not computed yet, among others that have not; only ratios matter
-N_HOMES = 8  # guessed: so many sequences of one backbone meet different replicas, where there are as many
-MAX_TABLES = 64  # of a layer; one for each home and each set of replicas that are near enough. Guessed
-# Whose last choices are remembered; those longest unused are forgotten. Guessed: more than run at once.
-MAX_SEQUENCES = 128
 
 
 @dataclass(slots=True, eq=False)
@@ -58,44 +49,26 @@ class _Layer:
 
     masks: list[int]  # of each expert: bit n for destination n
     held: npt.NDArray[np.bool_]  # [N, E]
-    covers: list[int]  # of each destination: bit n for expert n
-    has_choice: list[bool]  # of each expert
-    tables: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # (home, candidates) -> owner of each expert
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """One text's replicas."""
-
-    home: int
-    last: dict[int, dict[int, int]] = field(default_factory=dict)  # layer -> expert -> who computed it last
 
 
 class Replicas:
     """Chooses holders for one backbone.
 
     Attributes:
-        n_choices: pairs of a few rows whose expert had several holders; n_kept: of those that went where the last one of their
-            sequence, layer and expert went.
         disfavoured: peers that others are preferred to, though they may be slower; after a change call `refresh_soon`.
     """
 
     def __init__(self, placement: Placement, times: ServiceTimes, *, home: bytes = b"") -> None:
-        """`home` draws the orders among equals: backbones with different ones prefer different replicas."""
-        self.n_choices = self.n_kept = 0
+        """`home`: of this backbone; those with different ones prefer different replicas."""
         self.disfavoured: frozenset[NodeId] = frozenset()
         self.on_trial: Callable[[float], Collection[NodeId]] | None = None
         """Who failed and is tried again now: asked for nothing more while it owes an answer, if others can be asked."""
         self._placement = placement
         self._times = times
-        self._home = home
+        self._homes = Homes(home)
         self._version = -1
         self._refresh_at = 0.0
         self._nodes: tuple[NodeId, ...] = ()
-        self._ranks: list[list[int]] = [
-            [] for _ in range(N_HOMES)
-        ]  # of each home: every destination's place in its order
-        self._sequences: OrderedDict[int, _Sequence] = OrderedDict()  # latest last
         self._costs: list[float] = []  # in use, seconds
         self._layers: dict[int, _Layer] = {}
         self._least: dict[int, float] = {}  # holders' mask -> the least of their costs
@@ -103,8 +76,11 @@ class Replicas:
 
     @property
     def sequence_stickiness(self) -> float:
-        """n_kept / n_choices; 1 where there was nothing to choose."""
-        return self.n_kept / self.n_choices if self.n_choices else 1.0
+        """Share of the pairs with a choice that went where the last of their sequence, layer and expert went; 1 without any.
+
+        Of decode alone: a prefill's rows are spread.
+        """
+        return self._homes.n_kept / self._homes.n_choices if self._homes.n_choices else 1.0
 
     def refresh_soon(self) -> None:
         """A peer turned out late: look at the costs before the next choice."""
@@ -147,10 +123,9 @@ class Replicas:
         tried = self._tried(now)
         if not is_few:
             return self._spread(here, topk_ids, now, tried)
-        sequences = [0] * n_rows if origin is None else origin.sequences.tolist()
-        asked = None if is_kept is None else (~is_kept).ravel().tolist()
-        owners = self._nearest(layer, here, ids, sequences, asked, tried)
-        return np.array(owners, np.int32).reshape(topk_ids.shape)
+        asked = _experts_of(ids, n_rows, origin, is_kept)
+        owner_of = self._homes.choose(layer, asked, self._candidates(here, asked, tried)) if asked else {}
+        return np.array([owner_of.get(expert, NOBODY) for expert in ids], np.int32).reshape(topk_ids.shape)
 
     def others(
         self, layer: int, batch: Batch, tried: Collection[NodeId], now: float
@@ -179,7 +154,7 @@ class Replicas:
         while left:
             covers = {index: {expert for expert in left if held[index, expert]} for index in usable}
             best = min(
-                usable, key=lambda index: (-len(covers[index]), cost[index], self._ranks[0][index]), default=NOBODY
+                usable, key=lambda index: (-len(covers[index]), cost[index], self._homes.ranks[index]), default=NOBODY
             )
             if best == NOBODY or not covers[best]:
                 return None
@@ -199,9 +174,6 @@ class Replicas:
         kept = dict(zip(self._nodes, self._costs, strict=True))
         self._nodes = placement.destinations
         self._times.keep_only(frozenset(self._nodes))
-        self._ranks = [self._order(self._home + bytes([home])) for home in range(N_HOMES)]
-        for known in self._sequences.values():
-            known.last.clear()  # other numbers mean other peers
         self._costs = [kept.get(node, 0.0) for node in self._nodes]
         self._refresh_at = 0.0
         self._note_costs()
@@ -213,24 +185,8 @@ class Replicas:
             masks = [0] * held.shape[1]
             for expert, node in np.argwhere(held.T).tolist():
                 masks[expert] |= 1 << node
-            covers = [sum(1 << expert for expert in np.flatnonzero(of_node).tolist()) for of_node in held]
-            self._layers[layer] = _Layer(masks, held, covers, [mask.bit_count() > 1 for mask in masks])
-
-    def _order(self, name: bytes) -> list[int]:
-        """Return each destination's place in an order that `name` draws."""
-        order = sorted(self._nodes, key=lambda node: hashlib.sha256(name + node.raw).digest())
-        ranks = dict(zip(order, range(len(order)), strict=True))
-        return [ranks[node] for node in self._nodes]
-
-    def _sequence(self, sequence: int) -> _Sequence:
-        known = self._sequences.get(sequence)
-        if known is None:
-            known = self._sequences[sequence] = _Sequence(sequence % N_HOMES)
-            if len(self._sequences) > MAX_SEQUENCES:
-                self._sequences.popitem(last=False)
-        else:
-            self._sequences.move_to_end(sequence)
-        return known
+            self._layers[layer] = _Layer(masks, held)
+        self._homes.follow(self._nodes, {layer: here.masks for layer, here in self._layers.items()})
 
     def _refresh(self, now: float) -> None:
         self._refresh_at = now + REFRESH_S
@@ -266,118 +222,18 @@ class Replicas:
         owing = {node for node in nodes if self._times.of(node).n_outstanding}
         return sum(1 << index for index, node in enumerate(self._nodes) if node in owing) if owing else 0
 
-    def _nearest(
-        self,
-        layer: int,
-        here: _Layer,
-        ids: list[int],
-        sequences: list[int],
-        asked: list[bool] | None,
-        tried: int,
-    ) -> list[int]:
-        """Return each pair's owner: as few replicas as make the layer no slower. In plain Python: a few pairs."""
-        masks = here.masks
-        wanted = ids if asked is None else list(itertools.compress(ids, asked))
-        of_wanted = {masks[expert] for expert in wanted}
+    def _candidates(self, here: _Layer, asked: Mapping[int, list[int]], tried: int) -> int:
+        """Return who makes the layer no slower than it must be, as a mask; at least one holder of each expert is there."""
+        masks = {here.masks[expert] for experts in asked.values() for expert in experts}
         if tried:
-            for mask in of_wanted:
+            for mask in masks:
                 if not mask & ~tried:
                     tried &= ~mask  # nobody else holds it
-            of_wanted = {mask & ~tried for mask in of_wanted}
-        bound_s = max(map(self._least_s, of_wanted), default=0.0)
+            masks = {mask & ~tried for mask in masks}
+        bound_s = max(map(self._least_s, masks), default=0.0)
         costs, upto = self._ladder
         n_near = bisect.bisect_right(costs, bound_s + max(NEAR_SHARE * bound_s, NEAR_S))
-        candidates = upto[n_near - 1] & ~tried if n_near else 0
-        names = dict.fromkeys(sequences)
-        home = self._sequence(min(names)).home
-        table = here.tables.get((home, candidates))
-        if table is None:
-            if len(here.tables) >= MAX_TABLES:
-                here.tables.clear()
-            table = here.tables[home, candidates] = self._owners_among(here, home, candidates)
-        owner_of = {expert: table[expert] for expert in wanted}
-        n_met = len(set(owner_of.values()))
-        if n_met > 1:
-            owner_of = self._fewer(here, list(owner_of), home, candidates, n_met) or owner_of
-        for name in names:
-            sequence = self._sequence(name)
-            sequence.home = home  # who is computed together stays together
-            experts = wanted if len(names) == 1 else self._of(name, ids, sequences, asked)
-            self._count(here, experts, sequence.last.setdefault(layer, {}), owner_of)
-        return [owner_of.get(expert, NOBODY) for expert in ids]
-
-    def _fewer(self, here: _Layer, experts: list[int], home: int, candidates: int, n_met: int) -> dict[int, int] | None:
-        """Return owners of some experts that are fewer than `n_met`; None: not found. One is found if there is one."""
-        ranks = self._ranks[home]
-        masks = [here.masks[expert] & candidates for expert in experts]
-        common = functools.reduce(int.__and__, masks)
-        if common:
-            best = min((index for index in range(common.bit_length()) if common >> index & 1), key=ranks.__getitem__)
-            return dict.fromkeys(experts, best)
-        if n_met == 2:
-            return None
-        covers: dict[int, int] = {}  # candidate -> which of `experts`, as bits
-        left = 0
-        for place, mask in enumerate(masks):
-            left |= (mask != 0) << place
-            while mask:
-                low = mask & -mask
-                index = low.bit_length() - 1
-                covers[index] = covers.get(index, 0) | 1 << place
-                mask ^= low
-        order = sorted(covers, key=ranks.__getitem__)
-        owner_of = dict.fromkeys(experts, NOBODY)
-        for _ in range(n_met - 1):
-            best = max(order, key=lambda index: (covers[index] & left).bit_count())  # the first of equals
-            taken = covers[best] & left
-            left ^= taken
-            while taken:
-                low = taken & -taken
-                owner_of[experts[low.bit_length() - 1]] = best
-                taken ^= low
-            if not left:
-                return owner_of
-        return None
-
-    def _of(self, name: int, ids: list[int], sequences: list[int], asked: list[bool] | None) -> list[int]:
-        """Return the experts that one of several sequences asks for."""
-        n_used = len(ids) // len(sequences)
-        pairs = [pair for pair in range(len(ids)) if sequences[pair // n_used] == name]
-        return [ids[pair] for pair in pairs if asked is None or asked[pair]]
-
-    def _count(self, here: _Layer, experts: list[int], last: dict[int, int], owner_of: dict[int, int]) -> None:
-        for expert in experts:
-            if here.has_choice[expert]:
-                index = owner_of[expert]
-                self.n_choices += 1
-                self.n_kept += last.get(expert, index) == index
-                last[expert] = index
-
-    def _owners_among(self, here: _Layer, home: int, candidates: int) -> list[int]:
-        """Return each expert's owner, NOBODY for those that none of the candidates holds."""
-        ranks = self._ranks[home]
-        order = sorted((index for index in range(len(here.covers)) if candidates >> index & 1), key=ranks.__getitem__)
-        met: list[int] = []
-        covered, best = 0, 0
-        while True:
-            best = max(
-                order, key=lambda index: (here.covers[index] & ~covered).bit_count(), default=0
-            )  # first of equals
-            if not order or not here.covers[best] & ~covered:
-                break
-            met.append(best)
-            covered |= here.covers[best]
-        for index in met[:]:  # one that was taken early may be of no use beside those after it
-            others = functools.reduce(int.__or__, (here.covers[other] for other in met if other != index), 0)
-            if others == covered:
-                met.remove(index)
-        owners, load = [NOBODY] * len(here.masks), dict.fromkeys(met, 0)
-        holders = {expert: [index for index in met if mask >> index & 1] for expert, mask in enumerate(here.masks)}
-        for expert in sorted(holders, key=lambda expert: len(holders[expert])):  # those without a choice first
-            if holders[expert]:
-                owners[expert] = best = min(holders[expert], key=load.__getitem__)
-                load[best] += 1
-        return owners
+        return upto[n_near - 1] & ~tried if n_near else 0
 
     def _spread(self, here: _Layer, topk_ids: npt.NDArray[np.int32], now: float, tried: int) -> npt.NDArray[np.integer]:
         """Return an owner for each pair, int [T, K], so that the holders finish at about the same time."""
@@ -417,3 +273,19 @@ class Replicas:
             n_pairs = np.bincount(of_block[of_block >= 0], minlength=len(times))  # [N]
             finish_s = finish_s + n_pairs * pair_s
         return owner
+
+
+def _experts_of(
+    ids: list[int], n_rows: int, origin: Origin | None, is_kept: npt.NDArray[np.bool_] | None
+) -> dict[int, list[int]]:
+    """Return sequence -> the experts that its rows ask for; `ids` are of all pairs."""
+    sequences = [0] * n_rows if origin is None else origin.sequences.tolist()
+    if is_kept is None and sequences.count(sequences[0]) == n_rows:
+        return {sequences[0]: ids}
+    n_used = len(ids) // n_rows
+    kept = [False] * len(ids) if is_kept is None else is_kept.ravel().tolist()
+    asked: dict[int, list[int]] = {}
+    for pair, expert in enumerate(ids):
+        if not kept[pair]:
+            asked.setdefault(sequences[pair // n_used], []).append(expert)
+    return asked

@@ -51,6 +51,7 @@ from swarm.web.map_server import add_map
 logger = logging.getLogger(__name__)
 
 STALL_S = 60.0  # guessed: a reader slower than this holds up others for nothing
+BODY_S = 60.0  # guessed: 8 MiB over a slow line; whoever sends slower on purpose ties up a connection for so long
 WATCH_S = 0.05  # how soon a hang-up is seen between two steps; while writing it shows at once
 STATUS_CLIENT_GONE = 499  # nginx's, for the access log: nobody is left to read it
 
@@ -342,7 +343,11 @@ async def _read_json(request: web.Request, max_bytes: int) -> object:
         raise RequestRefused("send the body with Content-Type: application/json", status=415)
     if request.content_length is not None and request.content_length > max_bytes:
         raise web.HTTPRequestEntityTooLarge(max_bytes)
-    data = await request.read()
+    try:
+        async with asyncio.timeout(BODY_S):
+            data = await request.read()
+    except TimeoutError:
+        raise RequestRefused(f"the body did not come within {BODY_S:g} s", status=408) from None
     try:
         return json.loads(data.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:  # bad UTF-8 and endless digits are ValueErrors too

@@ -367,7 +367,10 @@ def read_spec(file: GgufFile) -> ModelSpec:
 def _read_spec(file: GgufFile, architecture: str, kind: ExpertKind) -> ModelSpec:
     def numbers(key: str) -> tuple[float, ...]:
         value = file.metadata.get(f"{architecture}.{key}")
-        return () if value is None else value.numbers()
+        try:
+            return () if value is None else value.numbers()
+        except ValueError as error:
+            raise ValueError(f"bad metadata {architecture}.{key}: {error}") from error
 
     def by_layer(key: str, layer: int) -> float:
         """Return a number that the file states once, or for each layer; 0 where it does not."""

@@ -113,6 +113,7 @@ class Connection:
         self._has_news = False  # since the last flush
         self._next_ping = 1
         self._pings: dict[int, float] = {}
+        self._n_answered = 0  # requests of ours
         self._n_given = self._n_given_at_count = 0  # bytes handed to QUIC's streams since the start
         self._n_unsent = 0  # when counted last
         # A server's session, with its own deadline, exists only once the handshake is done. A client's dial has one.
@@ -255,10 +256,9 @@ class Connection:
             self._ping()
             self.flush_soon()
 
-    @property
-    def n_waiting(self) -> int:
-        """Our requests without an answer yet."""
-        return self._session.n_waiting if self._session is not None else 0
+    def n_requests(self) -> tuple[int, int]:
+        """Return how many of our requests wait for an answer, and how many have been answered."""
+        return self._session.n_waiting if self._session is not None else 0, self._n_answered
 
     def connect(self) -> None:
         """As a client: begin the handshake."""
@@ -475,6 +475,7 @@ class Connection:
     def _handle(self, events: list[e.Event]) -> None:
         for event in events:
             if isinstance(event, e.Answered):
+                self._n_answered += 1
                 self._settle(event.exchange, event.response)
             elif isinstance(event, e.RequestReceived):
                 self._on_request(self, event.exchange, event.request)

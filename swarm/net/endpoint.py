@@ -438,7 +438,7 @@ class Endpoint:
                 name=f"node {connection.remote.short}",
                 send=self._send_probe,
                 use=connection.use,
-                n_waiting=lambda: connection.n_waiting,
+                n_requests=connection.n_requests,
             )
         return connection.monitor if connection.is_open else None
 

@@ -50,7 +50,8 @@ CHECK_S, CHECK_RETRY_S = (
     600.0,
     60.0,
 )  # between two checks whether others reach us; the second while nobody could try; guessed
-SPARE_RETRY_S = 2.0  # until a relay's channel that was lost is opened again
+SPARE_REST_S = 0.1  # from the loss of a relay's channel to opening another
+SPARE_RETRY_S = 2.0  # until it is tried again if that fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +164,27 @@ class PathFinder:
         """Return how others reach this node, as far as is known."""
         return classify({version: self.mapping(version) for version in self._endpoint.families}, self.reach.verdicts)
 
-    async def keep_reachable(self, relays: Sequence[RelayAddress], on_change: Callable[[], None]) -> None:
+    async def keep_reachable(
+        self,
+        relays: Sequence[RelayAddress],
+        on_change: Callable[[], None],
+        *,
+        others: Callable[[], Sequence[RelayAddress]] = tuple,
+    ) -> None:
         """Keep reservations at two of these relays, and know whether others reach us, until cancelled.
 
-        Relays on this machine are passed over: who reaches them reaches us. `on_change`: there is something new to announce.
+        Relays on this machine are passed over: who reaches them reaches us.
+
+        Args:
+            on_change: there is something new to announce.
+            others: returns further relays that are known at the moment.
         """
-        far = [relay for relay in relays if self._is_relays_only or not is_loopback(relay.address[0])]
-        if far:
+
+        def far() -> list[RelayAddress]:
+            known = (*relays, *others())
+            return [relay for relay in known if self._is_relays_only or not is_loopback(relay.address[0])]
+
+        if far():
             self.relays.on_change = on_change
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.relays.run(far))
@@ -258,50 +273,83 @@ class PathFinder:
         leg.on_lost = lambda: self._endpoint.remove_channel(leg.channel)
         return leg, path
 
-    async def _keep_spare(self, connection: Connection, node: NodeId, leg: RelayLeg | None) -> None:
-        """Keep a channel to a node as long as a connection to it lives; a lost one is opened anew, by any of its relays."""
-        at = 0
+    async def _keep_spare(self, connection: Connection, node: NodeId, leg: RelayLeg | None, *, n_lost: int = 0) -> None:
+        """Keep a channel to a node as long as a connection to it lives; a lost one is opened anew, by any of its relays.
+
+        `n_lost`: which of the relays comes first.
+        """
+        former: Path | None = None
         gone = asyncio.ensure_future(connection.wait_gone())
         try:
             while not gone.done():
-                vouchers = self._vouchers.get(node, ())
-                if leg is None and vouchers:
-                    try:
-                        leg, path = await self._open_leg(node, vouchers[at % len(vouchers)])
-                        self._endpoint.add_path(connection, path)
-                    except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
-                        logger.debug("no spare channel to node %s: %s", node.short, error)
-                        at += 1
-                if leg is not None:
-                    lost = asyncio.Event()
-                    leg.on_lost = lost.set
-                    waiting = asyncio.ensure_future(lost.wait())
-                    if not leg.is_lost:
-                        await asyncio.wait((gone, waiting), return_when=asyncio.FIRST_COMPLETED)
-                    waiting.cancel()
-                    self._endpoint.remove_channel(leg.channel)
-                    if not gone.done():
-                        leg, at = None, at + 1
+                if leg is None:
+                    leg = await self._open_spare(connection, node, n_lost, former)
+                    if leg is None:
+                        n_lost += 1
+                        await asyncio.wait((gone,), timeout=SPARE_RETRY_S)
                         continue
-                await asyncio.wait((gone,), timeout=SPARE_RETRY_S)
+                former = connection.path if connection.path.channel == leg.channel else None
+                await self._while_bound(leg, gone)
+                self._endpoint.remove_channel(leg.channel)
+                if not gone.done():
+                    leg, n_lost = None, n_lost + 1
+                    await asyncio.wait((gone,), timeout=SPARE_REST_S)
         finally:
             gone.cancel()
             if leg is not None:
                 self._endpoint.remove_channel(leg.channel)
                 leg.close()
 
+    async def _open_spare(
+        self, connection: Connection, node: NodeId, n_lost: int, former: Path | None
+    ) -> RelayLeg | None:
+        """Return a new channel that a connection may use, in place of `former`; None: the relay whose turn it is gives none."""
+        vouchers = self._vouchers.get(node, ())
+        if not vouchers:
+            return None
+        try:
+            leg, path = await self._open_leg(node, vouchers[n_lost % len(vouchers)])
+        except (NetworkError, RemoteProtocolError, RemoteRefused, Overloaded) as error:
+            logger.debug("no spare channel to node %s: %s", node.short, error)
+            return None
+        self._endpoint.add_path(connection, path)
+        if former is not None and connection.path == former and connection.monitor is not None:
+            connection.monitor.remove(
+                former, reason="the relay ended the channel"
+            )  # it was the only path: nothing was moved
+        return leg
+
+    async def _while_bound(self, leg: RelayLeg, gone: asyncio.Future[None]) -> None:
+        """Return when a relay has lost a channel, or the connection is gone."""
+        lost = asyncio.Event()
+        leg.on_lost = lost.set
+        if not leg.is_lost:
+            waiting = asyncio.ensure_future(lost.wait())
+            try:
+                await asyncio.wait((gone, waiting), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+
     # Punching
 
     async def _punch(self, connection: Connection) -> None:
         """Look for a direct path under a relayed connection, again and again while it has none."""
-        again_s = AGAIN_S
-        while connection.is_open:
-            if connection.path.is_relayed:
-                await self._offer(connection)
-            if not connection.path.is_relayed:
-                again_s = AGAIN_S
-            await asyncio.sleep(again_s)
-            again_s = min(2 * again_s, LONGEST_AGAIN_S)
+        again_s, has_second = AGAIN_S, False
+        gone = asyncio.ensure_future(connection.wait_gone())
+        try:
+            while not gone.done():
+                if connection.path.is_relayed:
+                    await self._offer(connection)
+                if not connection.path.is_relayed:
+                    again_s = AGAIN_S
+                elif not has_second and connection.is_open and len(self._vouchers.get(connection.remote, ())) > 1:
+                    has_second = True  # through another relay, for when the first one dies
+                    node = connection.remote
+                    self._start(self._keep_spare(connection, node, None, n_lost=1), f"second relay to {node.short}")
+                await asyncio.wait((gone,), timeout=again_s)
+                again_s = min(2 * again_s, LONGEST_AGAIN_S)
+        finally:
+            gone.cancel()
 
     async def _offer(self, connection: Connection) -> None:
         ours = self.mapping()

@@ -15,6 +15,11 @@ from swarm.net.paths import Path, PathPolicy, PathView, SendProbe, Standing
 logger = logging.getLogger(__name__)
 
 
+# Between two new paths that were only heard of: who sees packets on their way can forge where they come from, and each such path
+# is probed. Guessed: an address that is real is heard of again.
+HEARD_REST_S = 0.05
+
+
 class PathMonitor:
     """The paths of one connection, and what is done about them."""
 
@@ -27,14 +32,14 @@ class PathMonitor:
         name: str,
         send: Callable[[Path, bytes], None],
         use: Callable[[Path, float | None], None],
-        n_waiting: Callable[[], int],
+        n_requests: Callable[[], tuple[int, int]],
     ) -> None:
         """Prepare.
 
         Args:
             send: sends a datagram on a path.
             use: sends all further packets of the connection on a path, and pings; told its round trip, where that is known.
-            n_waiting: how many requests wait for an answer.
+            n_requests: how many requests wait for an answer, and how many have been answered since the start.
         """
         self._policy = policy
         self._key = key
@@ -42,7 +47,9 @@ class PathMonitor:
         self._name = name
         self._send = send
         self._use = use
-        self._n_waiting = n_waiting
+        self._n_requests = n_requests
+        self._n_answered = 0
+        self._heard = float("-inf")
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -57,7 +64,7 @@ class PathMonitor:
     def add(self, path: Path) -> None:
         """Try a path, from now on."""
         now = self._clock()
-        self._policy.set_busy(self._n_waiting() > 0, now)
+        self._look(now)
         self._policy.add(path, now)
         self._act(now)
 
@@ -77,8 +84,9 @@ class PathMonitor:
 
     def heard(self, path: Path) -> None:
         """Something of this connection came on another path than the one in use; forged, perhaps."""
-        if not self._policy.knows(path):
-            now = self._clock()
+        now = self._clock()
+        if not self._policy.knows(path) and now >= self._heard + HEARD_REST_S:
+            self._heard = now
             self._policy.heard(path, now)
             self._act(now)
 
@@ -138,6 +146,13 @@ class PathMonitor:
     def _on_timer(self) -> None:
         self._timer = None
         now = self._clock()
-        self._policy.set_busy(self._n_waiting() > 0, now)
+        self._look(now)
         self._policy.handle_timeout(now)
         self._act(now)
+
+    def _look(self, now: float) -> None:
+        n_waiting, n_answered = self._n_requests()
+        self._policy.set_busy(n_waiting > 0, now)
+        if n_answered != self._n_answered:
+            self._n_answered = n_answered
+            self._policy.answered(now)

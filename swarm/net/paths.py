@@ -32,8 +32,9 @@ CHANNEL_BYTES = 8
 MIN_GAIN_S = 0.005  # another path of the same kind must be this much faster; DESIGN section 4
 FAILOVER_FACTOR, FAILOVER_MARGIN_S = 3.0, 0.2  # max(3 srtt, srtt + 200 ms); DESIGN section 4
 UNKNOWN_RTT_S = 0.3  # of a path without an answer yet; guessed: across the world
-# While requests wait, the path in use is probed this often: with the failover above, less than 1 s up to a round trip of 200 ms.
-BUSY_PROBE_S = 0.25
+# While requests wait and no answer comes, the path in use is probed this often, and at the latest after MOST_PROBE_S even if
+# answers come. A stall by a path that dies is so at most 50 ms + the failover above + a round trip.
+BUSY_PROBE_S, MOST_PROBE_S = 0.05, 0.25
 # The other paths meanwhile, and all paths of a quiet connection: a NAT forgets a mapping after 30 s and more (RFC 4787: 120 s).
 SPARE_PROBE_S, QUIET_PROBE_S = 1.0, 5.0
 # A probe without an answer is repeated once it is late, and then this often: one lost packet is no failure. Guessed.
@@ -251,6 +252,12 @@ class PathPolicy:
             # Not at once: of most requests the answer comes before, and is worth more than a probe's.
             state.probe_at = min(state.probe_at, now + BUSY_PROBE_S)
         self.is_busy = is_busy
+
+    def answered(self, now: float) -> None:
+        """A request was answered: the path in use works, and a probe can wait."""
+        state = self._states[self.active]
+        if state.unanswered_since is None:
+            state.probe_at = max(state.probe_at, min(now + BUSY_PROBE_S, state.probed + MOST_PROBE_S))
 
     def heard(self, path: Path, now: float) -> None:
         """Learn of a path on which something of this connection came: proved by nothing yet.

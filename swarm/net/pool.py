@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # handshake takes, so that no dispatch goes through a relay without need; of one behind NAT: none. Guessed.
 ADDRESS_AFTER_S = 0.25
 RELAY_AFTER_S = 2.0
+SETTLE_CHECK_S = 0.05
 
 
 class Reachable(Protocol):
@@ -104,6 +105,15 @@ class Pool:
             why_relayed=connection.why_relayed if path.is_relayed else "",
             n_switches=0 if monitor is None else monitor.n_switches,
         )
+
+    async def settled_report(self, node: NodeId, timeout_s: float) -> PathReport | None:
+        """Return how `node` is reached once a hole was punched, or it is known why not, or this time is over."""
+        until = asyncio.get_running_loop().time() + timeout_s
+        while (report := self.report(node)) is not None and report.is_relayed and not report.why_relayed:
+            if asyncio.get_running_loop().time() >= until:
+                break
+            await asyncio.sleep(SETTLE_CHECK_S)
+        return report
 
     def reports(self) -> dict[NodeId, PathReport]:
         """Return how every connected node is reached now."""

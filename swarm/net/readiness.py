@@ -43,8 +43,8 @@ class Watch(Protocol):
 class Readiness:
     """Told of each wait's beginning and end; in between, shortly before the end, it rehearses and watches the socket.
 
-    It holds up the event loop for at most a rehearsal (0.6 ms) and LEAD_S + MAX_PATIENCE_S, once in a wait of at least MIN_WAIT_S,
-    and only while a single wait is under way.
+    It holds up the event loop for at most a rehearsal (0.6 ms) and LEAD_S + MAX_PATIENCE_S, once in a wait
+    of at least MIN_WAIT_S, and only while a single wait is under way.
     """
 
     def __init__(

@@ -16,7 +16,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from swarm.errors import NetworkError, Overloaded, Refused, RemoteProtocolError, RemoteRefused, SwarmError
+from swarm.errors import (
+    ConnectionLost,
+    NetworkError,
+    Overloaded,
+    Refused,
+    RemoteProtocolError,
+    RemoteRefused,
+    SwarmError,
+)
 from swarm.ids import NodeId
 from swarm.net import relay_packets as p
 from swarm.net.addresses import SocketAddress, format_address, parse_address
@@ -40,10 +48,14 @@ CONNECT_TIMEOUT_S = 6.0  # the relay asks the called node meanwhile, for up to 3
 DIAL_TIMEOUT_S = 2.0
 RETRY_S, LONGEST_RETRY_S = 0.5, 2.0  # grows; peers are to be back within 5 s of a relay's restart, and not all at once
 N_TRIES = 4  # of one relay, before another one that is known is tried in its place
+LOOK_S = 5.0  # for a relay that no other slot has; guessed
 REPLACED_REST_S = 300.0  # another process with our key was told that it may; fighting would help nobody
 # Of a reservation's own leg. DESIGN says 15 s, but a relay's restart is to be healed within 5 s (scenario 20).
 RESERVATION_KEEPALIVE_S = 1.5
 CHANNEL_KEEPALIVE_S = 15.0  # DESIGN section 4; below NATs' shortest timeouts of 30 s
+
+
+KnownRelays = Callable[[], "Sequence[RelayAddress]"]
 
 
 class RelayEndpoint(Protocol):
@@ -129,7 +141,7 @@ class RelayClient:
         self._dialling: dict[NodeId, asyncio.Lock] = {}
         self._legs: dict[bytes, RelayLeg] = {}
         self._held: dict[NodeId, Held] = {}
-        self._taken: set[RelayAddress] = set()  # relays that a slot works at
+        self._taken: list[RelayAddress] = []  # those that a slot works at
         self._visits: dict[Connection, _Visit] = {}
         self._open_bridge = open_bridge or _open_web_socket
         self._bridges: dict[SocketAddress, Bridge] = {}  # by the relay's own address
@@ -148,46 +160,62 @@ class RelayClient:
         """Return what to announce."""
         return tuple(each.voucher for each in self.reservations)
 
-    async def run(self, relays: Sequence[RelayAddress], *, n: int = N_RESERVATIONS) -> None:
-        """Keep reservations at `n` of these relays until cancelled; in order of preference."""
+    async def run(self, relays: Sequence[RelayAddress] | KnownRelays, *, n: int = N_RESERVATIONS) -> None:
+        """Keep reservations at `n` of these relays until cancelled; in order of preference.
+
+        `relays` may be a function that returns those that are known at the moment.
+        """
+        known: KnownRelays = relays if callable(relays) else lambda: relays
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(n, len(relays))):
-                    tasks.create_task(self._keep_one(relays))
+                for _ in range(n):
+                    tasks.create_task(self._keep_one(known))
         finally:
             self._held.clear()
 
-    async def _keep_one(self, relays: Sequence[RelayAddress]) -> None:
+    async def _keep_one(self, known: KnownRelays) -> None:
         """Keep one reservation at whichever relay works that no other slot has."""
         at = 0
         while True:
-            free = [relay for relay in relays if relay not in self._taken]
+            free = self._free(known)
+            if not free:
+                await asyncio.sleep(LOOK_S)
+                continue
             relay = free[at % len(free)]
-            self._taken.add(relay)
+            self._taken.append(relay)
             try:
-                await self._keep_at(relay, has_choice=len(free) > 1)
+                await self._keep_at(relay, has_choice=lambda: bool(self._free(known)))
             finally:
-                self._taken.discard(relay)
+                self._taken.remove(relay)
             at += 1
 
-    async def _keep_at(self, relay: RelayAddress, *, has_choice: bool) -> None:
+    def _free(self, known: KnownRelays) -> list[RelayAddress]:
+        """Return the relays that no slot works at."""
+        addresses = {relay.address for relay in self._taken}
+        nodes = {relay.node for relay in self._taken if relay.node is not None}
+        return [relay for relay in known() if relay.address not in addresses and relay.node not in nodes]
+
+    async def _keep_at(self, relay: RelayAddress, *, has_choice: Callable[[], bool]) -> None:
         """Keep a reservation at one relay; returns when another one should be tried, if there is a choice."""
         n_failures = 0
-        while n_failures < N_TRIES or not has_choice:
+        while n_failures < N_TRIES or not has_choice():
             visit = await self._visit(relay, has_choice=has_choice)
-            if visit.is_draining and has_choice:
+            if visit.is_draining and has_choice():
                 return
             n_failures = 0 if visit.channel else n_failures + 1
             wait_s = max(visit.rest_s, min(RETRY_S * 2 ** min(n_failures, 8), LONGEST_RETRY_S))
             await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
 
-    async def _visit(self, relay: RelayAddress, *, has_choice: bool) -> _Visit:
+    async def _visit(self, relay: RelayAddress, *, has_choice: Callable[[], bool]) -> _Visit:
         """Reserve and renew on one connection until that ends, or the relay drains and there is another."""
         visit = _Visit()
         connection: Connection | None = None
         try:
             connection = await self.dial(relay.address, relay.node)
             self._visits[connection] = visit
+            if any(other is not connection and other.remote == connection.remote for other in self._visits):
+                visit.rest_s = REPLACED_REST_S
+                raise ConnectionLost("another slot is there already: this relay has two addresses")
             await self._hold(connection, visit, has_choice=has_choice)
         except RemoteRefused as error:
             logger.warning("no reservation at relay %s: %s", format_address(relay.address), error)
@@ -209,11 +237,11 @@ class RelayClient:
             visit.rest_s = REPLACED_REST_S
         return visit
 
-    async def _hold(self, connection: Connection, visit: _Visit, *, has_choice: bool) -> None:
+    async def _hold(self, connection: Connection, visit: _Visit, *, has_choice: Callable[[], bool]) -> None:
         leg: RelayLeg | None = None
         timeout_s = REQUEST_TIMEOUT_S
         try:
-            while not visit.replaced_by and not (visit.is_draining and has_choice):
+            while not visit.replaced_by and not (visit.is_draining and has_choice()):
                 request = m.Reserve(lifetime_ms=round(LIFETIME_S * 1e3))
                 answer = await connection.request(request, timeout_s=timeout_s)
                 assert isinstance(answer, m.Reserved)  # by the session

@@ -26,6 +26,7 @@ from swarm.registry.records import (
     ModelOffer,
     Record,
     RecordKind,
+    RegistryNodeRecord,
     RoutingHistogram,
     SignedRecord,
     Withdrawal,
@@ -253,6 +254,10 @@ class RegistryClient:
     async def members(self) -> Mapping[NodeId, str | None]:
         """Return the registry nodes that store records, each with the network that it is counted under."""
         return (await self._view.ring()).members
+
+    def members_known(self) -> list[RegistryNodeRecord]:
+        """Return what the registry nodes say of themselves, as far as it is known now; asks nobody."""
+        return self._view.members_known()
 
     def forget_view(self) -> None:
         """Ask who stores records before the next request, however lately that was asked."""

@@ -85,6 +85,10 @@ class RingView:
         """Return the members' own records."""
         return [signed for _, _, signed in self._members.values()]
 
+    def members_known(self) -> list[RegistryNodeRecord]:
+        """Return what the members say of themselves, as far as it is known now; asks nobody."""
+        return [record for _, record, _ in self._members.values()]
+
     def contact(self, key: NodeId) -> Contact:
         """Return how a member is reached, also one of an older ring. Raises NetworkError for one that is long gone."""
         contact = self._contacts.get(key)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import signal
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -247,6 +248,25 @@ async def test_a_relay_that_drains_tells_and_goes_on_for_its_channels() -> None:
             assert await peer.packets.get() == p.relayed(theirs.channel, b"still")
         ours.close()
         await until(draining.done, 1.0)
+
+
+async def test_a_relay_that_is_terminated_serves_its_channels_a_little_longer(tmp_path: Path) -> None:
+    process, ready = await start_relay(tmp_path, "--drain", "1s")
+    (place,) = parse_registry(ready["registry"])
+    where = RelayAddress(address=place.address, node=place.node)
+    try:
+        async with node(PEER) as peer, node(BACKBONE) as backbone, reserved(peer, where):
+            ours, _ = await call(backbone, peer)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.4)
+            backbone.send(ours, b"still")
+            async with asyncio.timeout(2.0):
+                assert await peer.packets.get() == p.relayed(ours.channel, b"still")
+            assert await asyncio.wait_for(process.wait(), 5.0) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_reservations_stand_at_two_relays_and_one_of_them_may_die() -> None:

@@ -97,7 +97,7 @@ class FakeFinder:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    async def keep_reachable(self, *_: object) -> None:
+    async def keep_reachable(self, *_: object, **__: object) -> None:
         await asyncio.Event().wait()
 
     def how_reached(self) -> Reach:

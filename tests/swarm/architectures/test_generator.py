@@ -8,7 +8,16 @@ import gguf
 import numpy as np
 import pytest
 
-from swarm.architectures.generator import Variant, draw, encode_metadata, file_name, wanted_tensors, write_model
+from swarm.architectures import generator
+from swarm.architectures.generator import (
+    Variant,
+    draw,
+    encode_metadata,
+    file_name,
+    model_file,
+    wanted_tensors,
+    write_model,
+)
 from swarm.architectures.recipes import N_EMBD, N_EXPERT, N_FF_EXP, RECIPES, Recipe, metadata
 from swarm.errors import EngineError
 from swarm.model.gguf_file import GgufFile, TensorInfo
@@ -76,6 +85,14 @@ def test_decays_are_negative_and_norms_lie_around_one() -> None:
     for name in ("blk.1.attn_norm.weight", "output_norm.weight"):
         norm = np.frombuffer(draw(TensorInfo(name=name, ggml_type=0, shape=(256,)), 0), np.float32)
         assert 0.9 < norm.mean() < 1.1
+
+
+def test_a_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = model_file(tmp_path / "kept", BY_NAME["olmoe"], Variant(name="a"))
+    monkeypatch.setattr(generator, "write_model", None)
+    assert model_file(tmp_path / "kept", BY_NAME["olmoe"], Variant(name="a")) == path
+    with GgufFile(path) as file:
+        assert file.text("general.architecture") == "olmoe"
 
 
 def test_a_files_name_changes_with_everything_that_changes_its_bytes() -> None:

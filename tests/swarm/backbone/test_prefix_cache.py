@@ -95,6 +95,16 @@ def test_what_others_hold_too_goes_before_what_nobody_else_has() -> None:
     assert len(kept) == 3
 
 
+def test_a_newcomer_that_is_worth_less_than_all_others_is_not_taken_and_nobody_is_told() -> None:
+    dropped: list[Entry] = []
+    kept = PrefixCache(310, on_drop=dropped.append)
+    for origin in range(1, 4):
+        add(kept, [origin] * 100, origin)
+    assert not add(kept, [*[1] * 95, 9, 9, 9, 9, 9, 9], 4), "all but its last tokens are another's"
+    assert dropped == []
+    assert (len(kept), kept.size_bytes) == (3, 300)
+
+
 def test_use_counts_for_a_time_but_not_for_ever() -> None:
     kept = cache(100)
     add(kept, [1] * 50, 1)

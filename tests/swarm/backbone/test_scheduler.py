@@ -165,14 +165,26 @@ def test_equal_steps_say_nothing_about_a_row() -> None:
 
 def test_the_line_is_bounded_and_says_when_to_come_back() -> None:
     line = WaitingLine(2, n_slots=4)
-    line.enter()
-    line.enter()
+    line.enter(0)
+    line.enter(0)
     with pytest.raises(Overloaded) as caught:
-        line.enter()
+        line.enter(0)
     assert caught.value.retry_after_s == FIRST_RETRY_S
     line.served(20.0)
     with pytest.raises(Overloaded) as caught:
-        line.enter()
+        line.enter(0)
     assert caught.value.retry_after_s == 5.0
     line.leave()
-    line.enter()
+    line.enter(0)
+
+
+def test_who_is_on_the_way_to_a_free_slot_takes_no_place_of_those_who_wait() -> None:
+    line = WaitingLine(1, n_slots=4)
+    for _ in range(4):
+        line.enter(3)
+    with pytest.raises(Overloaded):
+        line.enter(3)
+    nobody = WaitingLine(0, n_slots=1)
+    nobody.enter(1)
+    with pytest.raises(Overloaded):
+        nobody.enter(0)

@@ -12,6 +12,12 @@ def test_tokens_count_only_while_all_stream() -> None:
     early = _Stream(0.0, [1.0, 2.0, 3.0, 4.0, 5.0])
     late = _Stream(0.0, [3.0, 4.0, 5.0, 6.0])
     assert together_per_s([early, late]) == pytest.approx(2.0)
+    out_of_step = _Stream(0.0, [2.5, 3.5, 4.5, 5.5])
+    assert together_per_s([early, out_of_step]) == pytest.approx(2.0), (
+        "where the window cuts between tokens, nothing is lost"
+    )
+    slow = _Stream(0.0, [0.5, 3.0, 5.0])
+    assert together_per_s([early, slow]) == pytest.approx(1.5)
     assert together_per_s([early]) == pytest.approx(1.0)
 
 

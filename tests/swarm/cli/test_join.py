@@ -35,7 +35,11 @@ class _Daemon:
         self._node = str(identity.node_id)
 
     async def run(self, on_ready: Any) -> None:
-        on_ready(PeerReady(node=self._node, model="tiny@0011", experts="experts 1-2 of layers 0-3", address="x:1"))
+        on_ready(
+            PeerReady(
+                node=self._node, model="tiny@0011", experts="experts 1-2 of layers 0-3", address="x:1", reach="relayed"
+            )
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +146,11 @@ def test_ready_is_said_to_people_or_as_json() -> None:
     ready = json.loads(run("--experts", "0", "--json").stdout)
     assert len(ready.pop("node")) == 52
     experts = "experts 1-2 of layers 0-3"
-    assert ready == {"event": "ready", "model": "tiny@0011", "experts": experts, "address": "x:1"}
-    assert "with experts 1-2 of layers 0-3 of tiny@0011" in run("--experts", "0").stdout
+    expected = {"event": "ready", "model": "tiny@0011", "experts": experts, "address": "x:1", "reach": "relayed"}
+    assert ready == expected
+    told = run("--experts", "0").stdout
+    assert "with experts 1-2 of layers 0-3 of tiny@0011" in told
+    assert "relayed" in told
 
 
 def test_the_same_key_is_used_again_and_is_this_roles_own(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from swarm.dispatch.origin import Origin
 from swarm.dispatch.placement import NOBODY, Placement
 from swarm.dispatch.plan import Batch, plan_dispatch
-from swarm.dispatch.replicas import DECODE_ROWS, MAX_SEQUENCES, REFRESH_S, Replicas
+from swarm.dispatch.replicas import DECODE_ROWS, REFRESH_S, Replicas
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.registry.records import ExpertAnnouncement
@@ -82,7 +82,6 @@ def test_without_replicas_the_placements_owners_are_returned_as_they_are() -> No
     world = World({A: range(6), B: range(6, E)})
     assert world.replicas.owners(2, random_ids(1), 0.0) is world.placement.owner_of(2)
     assert not world.replicas.has_choice(2)
-    assert world.replicas.n_choices == 0
     assert world.replicas.sequence_stickiness == 1.0
 
 
@@ -156,7 +155,6 @@ def test_equal_replicas_are_kept_and_noise_moves_nothing() -> None:
         world.measure(a=float(rng.uniform(0.009, 0.011)), b=float(rng.uniform(0.009, 0.011)), n=1)
         assert world.choose(random_ids(1, step)) == [[first[0][0]] * K]
     assert world.replicas.sequence_stickiness == 1.0
-    assert world.replicas.n_choices == 51 * K
 
 
 def test_a_cost_at_the_edge_of_being_equal_does_not_flap() -> None:
@@ -387,37 +385,11 @@ def test_a_sequence_stays_on_its_own_replica_and_several_spread_over_all() -> No
     assert world.replicas.sequence_stickiness == 1.0
 
 
-def test_sequences_that_are_computed_together_meet_the_replicas_of_one_and_stay_when_it_ends() -> None:
-    world = World({A: range(E), B: range(E), C: range(E)})
-    world.measure(a=0.010, b=0.010, c=0.010)
-    homes = {sequence: world.choose(random_ids(1), origin=origin_of(sequence))[0][0] for sequence in range(8)}
-    other = next(sequence for sequence in range(1, 8) if homes[sequence] != homes[0])
-    together = world.choose(random_ids(2), origin=origin_of(0, other))
-    assert together == [[homes[0]] * K] * 2, "a peer more would be one more to wait for"
-    for step in range(10):
-        assert world.choose(random_ids(2, step), origin=origin_of(other, 100 + step)) == [[homes[0]] * K] * 2
-        assert world.choose(random_ids(1, step), origin=origin_of(other)) == [[homes[0]] * K]
-
-
 def test_the_rows_of_one_sequence_are_one_choice() -> None:
     """Drafts: rows of a sequence share their destinations."""
     world = World({A: range(4), B: range(4, 8), C: range(8), D: range(6, E)})
     ids = np.array([[0, 5, 8, 11], [1, 4, 9, 10]], np.int32)
     assert world.choose(ids, origin=origin_of(7, 7)) == [[C, C, D, D], [C, C, D, D]]
-
-
-def test_where_slices_overlap_an_expert_goes_where_it_went_before_and_the_work_is_even() -> None:
-    world = World({A: range(8), B: range(4, E), C: [*range(4), *range(8, E)]})
-    world.measure(a=0.010, b=0.010, c=0.010)
-    n_pairs = dict.fromkeys((A, B, C), 0)
-    for step in range(400):
-        for node in world.choose(random_ids(1, step), origin=origin_of(3))[0]:
-            assert node is not None
-            n_pairs[node] += 1
-    assert 0.6 < world.replicas.sequence_stickiness < 1.0, "but where one peer less will do"
-    third, second, first = sorted(n_pairs.values())
-    assert third < 0.25 * (first + second), "two hold everything"
-    assert first / (first + second) < 0.6
 
 
 def test_what_moves_for_a_slow_peer_is_not_kept() -> None:
@@ -436,10 +408,3 @@ def test_pairs_that_are_kept_here_decide_nothing() -> None:
     is_kept = np.array([[True, False, False, False]])
     [row] = world.choose([[0, 1, 2, 3]], is_kept=is_kept)
     assert row[1:] == [A] * 3
-
-
-def test_sequences_that_ended_are_forgotten() -> None:
-    world = World({A: range(E), B: range(E)})
-    for sequence in range(2 * MAX_SEQUENCES):
-        world.choose([[0, 1, 2, 3]], origin=origin_of(sequence))
-    assert len(world.replicas._sequences) == MAX_SEQUENCES

@@ -162,7 +162,7 @@ class FakeSwarm:
         self.faulty_at = -1
         self.status: dict[NodeId, Any] = {}
         self.context = SimpleNamespace(clear=self._clear, all_logits=lambda: self.logits)
-        spec = SimpleNamespace(moe_layers=tuple(range(N_LAYERS)), n_expert_used=N_USED)
+        spec = SimpleNamespace(moe_layers=tuple(range(N_LAYERS)), n_used=lambda layer: N_USED)
         self.running: Any = SimpleNamespace(
             engine=self,
             manifest=SimpleNamespace(spec=spec),

@@ -419,6 +419,21 @@ async def test_a_body_over_the_limit_is_a_413(is_chunked: bool) -> None:
     assert str(MAX_BODY_BYTES) in error["message"]
 
 
+async def test_a_body_that_does_not_come_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.gateway.app.BODY_S", 0.05)
+
+    async def never() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with serving(ScriptedGenerator("ok")) as client:
+        headers = {"Content-Type": "application/json"}
+        async with client.post("/v1/completions", data=never(), headers=headers) as response:
+            status, error = await refusal(response)
+    assert status == 408
+    assert error["message"] == "the body did not come within 0.05 s"
+
+
 async def test_refusals_name_parameter_and_code() -> None:
     async with serving(ScriptedGenerator("ok")) as client, sdk(client) as official:
         with pytest.raises(openai.BadRequestError) as bad:

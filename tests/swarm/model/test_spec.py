@@ -224,6 +224,21 @@ def test_layers_that_predict_further_tokens_are_no_moe_layers(tmp_path: Path) ->
     assert (spec.n_layers, spec.moe_layers) == (3, (1,))
 
 
+def test_a_number_of_another_type_is_refused_by_its_key(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "step35")
+    writer.add_uint32("step35.block_count", 1)
+    writer.add_uint32("step35.expert_used_count", 2)
+    writer.add_string("step35.swiglu_clamp_exp", "seven")
+    for name, shape in layer_of(0).items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModel, match=r"bad metadata step35\.swiglu_clamp_exp: got type 8, expected numbers"):
+        spec_of(tmp_path / "m.gguf")
+
+
 def test_experts_that_work_on_a_smaller_row_say_so(tmp_path: Path) -> None:
     spec = spec_of(
         write_keys(tmp_path / "m.gguf", "kimi-k3", {"block_count": 1, "embedding_length": 8 * D}, layer_of(0))

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import socket
+from typing import Any
 
 import pytest
 
 from swarm.errors import UserError
-from swarm.net.addresses import format_address, is_loopback, parse_address, resolve
+from swarm.net.addresses import (
+    format_address,
+    host_towards,
+    is_loopback,
+    own_hosts,
+    parse_address,
+    plain_address,
+    resolve,
+    socket_address,
+)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +115,30 @@ def test_loopback_is_known_without_asking_a_resolver(host: str) -> None:
 )
 def test_what_is_not_loopback_or_may_not_be_is_told_apart(host: str) -> None:
     assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("address", "plain"),
+    [
+        (("192.0.2.1", 5), ("192.0.2.1", 5)),
+        (("::ffff:192.0.2.1", 5, 0, 0), ("192.0.2.1", 5)),
+        (("2001:db8::1", 5, 0, 0), ("2001:db8::1", 5)),
+        (("fe80::1%eth0", 5, 0, 2), ("fe80::1", 5)),
+    ],
+)
+def test_a_dual_stack_sockets_addresses_are_told_plainly(address: Any, plain: tuple[str, int]) -> None:
+    assert plain_address(address) == plain
+    assert "%" in address[0] or format_address(address) == format_address(plain)
+
+
+def test_a_dual_stack_socket_takes_both_kinds_in_its_own_form() -> None:
+    assert socket_address(("192.0.2.1", 5)) == ("::ffff:192.0.2.1", 5, 0, 0)
+    assert socket_address(("2001:db8::1", 5)) == ("2001:db8::1", 5, 0, 0)
+    for given in (("192.0.2.1", 5), ("2001:db8::1", 5)):
+        assert socket_address(socket_address(given)) == socket_address(given)
+        assert plain_address(socket_address(given)) == given
+
+
+def test_the_way_to_this_machine_leaves_from_this_machine() -> None:
+    assert host_towards(("127.0.0.1", 5)) == "127.0.0.1"
+    assert all(not is_loopback(host) for host in own_hosts(frozenset((4, 6))))

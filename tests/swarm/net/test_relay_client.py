@@ -226,6 +226,37 @@ def test_another_relay_is_taken_when_one_is_away_for_long() -> None:
     run(main, n_relays=3)
 
 
+def test_one_relay_under_two_addresses_has_one_reservation_and_no_fight_over_it() -> None:
+    async def main(world: World) -> None:
+        relay = world.relays[0]
+        world.peer._relays["192.0.2.77", 7440] = relay
+        nameless = [RelayAddress(address=address, node=None) for address in (RELAYS[0][1], ("192.0.2.77", 7440))]
+        world.tasks.append(asyncio.create_task(world.peer.client.run(nameless)))
+        await asyncio.sleep(1.0)
+        held = relay.service.reservations.find(PEER.node_id)
+        assert held is not None
+        channel = held.channel
+        await asyncio.sleep(100.0)
+        assert held.channel == channel
+        assert relay.service.reservations.find(PEER.node_id) is held
+        assert len(world.peer.client.vouchers()) == 1
+
+    run(main)
+
+
+def test_a_relay_that_becomes_known_later_is_used() -> None:
+    async def main(world: World) -> None:
+        known = world.where[:1]
+        world.tasks.append(asyncio.create_task(world.peer.client.run(lambda: known)))
+        await asyncio.sleep(30.0)
+        assert len(world.peer.client.vouchers()) == 1
+        known.append(world.where[1])
+        await asyncio.sleep(10.0)
+        assert len(world.peer.client.vouchers()) == 2
+
+    run(main, n_relays=2)
+
+
 def test_a_relay_that_drains_is_left_for_another_at_once() -> None:
     async def main(world: World) -> None:
         world.keep()

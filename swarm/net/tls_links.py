@@ -1,0 +1,237 @@
+"""Opens and accepts TLS links: contexts, the listener beside an endpoint's UDP port, and dialling. Who may is decided here.
+
+A server accepts a link only of a node that has a QUIC connection with it already: so this door lets nobody in who is not in, and
+needs no admission of its own beyond a bound on handshakes.
+
+On one host a Unix socket in Linux's abstract namespace serves as well, named after the node: no file, no cleaning up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import ssl
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self, cast
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+from swarm.errors import ConnectionLost, DeadlineExceeded, IdentityMismatch
+from swarm.identity import Identity, node_id_of
+from swarm.ids import NodeId
+from swarm.net.addresses import SocketAddress, format_address
+from swarm.net.certificate import make_certificate
+from swarm.net.connection import Connection, clock
+from swarm.net.endpoint import Endpoint
+from swarm.net.tls_link import TlsLink
+from swarm.wire import messages as m
+from swarm.wire import session as s
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_S = 4.0  # as a dial over QUIC
+MAX_LINKS = 1024  # accepted and not gone, greetings or not; guessed: a quarter of the endpoint's connections
+_SERVES: tuple[type[m.Request], ...] = (m.Dispatch,)  # what is large or rare goes over QUIC
+
+
+def server_context(identity: Identity) -> ssl.SSLContext:
+    """Return the context of one side's listener: TLS 1.3, the node's own certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _restrict(context)
+    certificate = make_certificate(identity).public_bytes(Encoding.PEM)
+    key = identity.private_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    # The ssl module takes a key from a file only: one that nobody else can read, and that is gone at once.
+    handle, name = tempfile.mkstemp(prefix="swarm-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(key + certificate)
+        context.load_cert_chain(name)
+    finally:
+        Path(name).unlink()
+    return context
+
+
+def client_context() -> ssl.SSLContext:
+    """Return the context of dialling: the key is compared, never chained (`require_node`)."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    _restrict(context)
+    return context
+
+
+def _restrict(context: ssl.SSLContext) -> None:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.options |= ssl.OP_NO_TICKET
+    context.set_alpn_protocols([s.ALPN])
+    if hasattr(context, "num_tickets") and context.protocol is ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+
+
+def require_node(transport: asyncio.Transport, expected: NodeId) -> None:
+    """Return if the server has proved the expected node's key.
+
+    With CERT_NONE the handshake still checks the signature of the certificate's key (RFC 8446 section 4.4.3).
+
+    Raises:
+        IdentityMismatch: another key, or none.
+    """
+    tls = transport.get_extra_info("ssl_object")
+    raw = tls.getpeercert(binary_form=True) if tls is not None else None
+    try:
+        key = x509.load_der_x509_certificate(raw).public_key() if raw else None
+    except ValueError as error:
+        raise IdentityMismatch("the server's certificate cannot be read") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise IdentityMismatch(f"the server's key is of the wrong kind: got {type(key).__name__}, expected ed25519")
+    presented = node_id_of(key)
+    if presented != expected:
+        raise IdentityMismatch(f"another node answered: got {presented.short}, expected {expected.short}")
+
+
+def unix_name(node: NodeId) -> str:
+    """Return the name of a node's socket on its host, in the abstract namespace."""
+    return f"\0swarm-{node}"
+
+
+class TlsListener:
+    """Accepts links for an endpoint. Use as `async with TlsListener(endpoint) as listener`."""
+
+    def __init__(self, endpoint: Endpoint, *, host: str) -> None:
+        """`host`: where to listen; the port is the endpoint's, or another if that is taken (`port` tells)."""
+        self._endpoint = endpoint
+        self._host = host
+        self._links: set[TlsLink] = set()
+        self._servers: list[asyncio.Server] = []
+        self.port = 0  # of TCP; 0: there is none
+
+    async def __aenter__(self) -> Self:
+        context, loop = server_context(self._endpoint.identity), asyncio.get_running_loop()
+        for port in (self._endpoint.port, 0):
+            try:
+                server = await loop.create_server(
+                    self._accept, self._host, port, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+                )
+            except OSError as error:
+                logger.debug("no TLS links on port %d: %s", port, error)
+                continue
+            self._servers.append(server)
+            self.port = int(server.sockets[0].getsockname()[1])
+            break
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):  # another process of this key
+                self._servers.append(
+                    await loop.create_unix_server(
+                        self._accept,
+                        unix_name(self._endpoint.identity.node_id),
+                        ssl=context,
+                        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+                    )
+                )
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for server in self._servers:
+            server.close()
+        for link in list(self._links):
+            link.close()
+
+    @property
+    def n_links(self) -> int:
+        """Accepted links that are not gone."""
+        return len(self._links)
+
+    def _accept(self) -> TlsLink:
+        endpoint = self._endpoint
+        link = TlsLink(
+            lambda: s.Session(
+                endpoint.identity,
+                is_client=False,
+                now=clock(),
+                nonce=os.urandom(32),
+                serves=_SERVES,
+                request_budget=endpoint.request_budget,
+            ),
+            on_request=self._on_request,
+            on_cancel=self._on_cancel,
+            on_open=lambda link: endpoint.is_connected(link.remote),
+            on_gone=self._on_gone,
+        )
+        self._links.add(link)
+        if len(self._links) > MAX_LINKS:
+            link.close(ConnectionLost("no room for another link"))
+        return link
+
+    # The endpoint needs of whoever asks only what both kinds of link have.
+
+    def _on_request(self, link: TlsLink, exchange: int, request: m.Request) -> None:
+        self._endpoint._on_request(cast(Connection, link), exchange, request)
+
+    def _on_cancel(self, link: TlsLink, exchange: int) -> None:
+        self._endpoint._on_cancel(cast(Connection, link), exchange)
+
+    def _on_gone(self, link: TlsLink) -> None:
+        self._links.discard(link)
+        self._endpoint._answers.forget(cast(Connection, link))
+
+
+async def dial_tls(
+    identity: Identity,
+    address: SocketAddress | str,
+    *,
+    expected: NodeId,
+    on_gone: Callable[[TlsLink], None] = lambda link: None,
+    timeout_s: float = HANDSHAKE_TIMEOUT_S,
+) -> TlsLink:
+    """Return an open link to a node at a TCP address, or at a Unix socket's name.
+
+    Raises:
+        IdentityMismatch: another node answered.
+        DeadlineExceeded, ConnectionLost, RemoteProtocolError: no link.
+    """
+    loop = asyncio.get_running_loop()
+    links: list[TlsLink] = []
+
+    def make() -> TlsLink:
+        link = TlsLink(
+            lambda: s.Session(identity, is_client=True, now=clock(), expected=expected, serves=()),
+            on_request=lambda link, exchange, request: None,
+            on_cancel=lambda link, exchange: None,
+            on_open=lambda link: True,
+            on_gone=on_gone,
+            check=lambda transport: require_node(transport, expected),
+        )
+        links.append(link)
+        return link
+
+    where = "its Unix socket" if isinstance(address, str) else format_address(address)
+    context = client_context()
+    try:
+        async with asyncio.timeout(timeout_s):
+            if isinstance(address, str):
+                await loop.create_unix_connection(make, address, ssl=context, server_hostname="swarm.invalid")
+            else:
+                await loop.create_connection(
+                    make, address[0], address[1], ssl=context, server_hostname="swarm.invalid"
+                )
+            await asyncio.shield(links[0].opened)
+    except TimeoutError:
+        for link in links:
+            link.close()
+        raise DeadlineExceeded(f"no TLS link at {where} within {timeout_s:g} s") from None
+    except OSError as error:  # ssl.SSLError is one
+        for link in links:
+            link.close()
+        raise ConnectionLost(f"no TLS link at {where}: {error}") from error
+    except BaseException:
+        for link in links:
+            link.close()
+        raise
+    return links[0]

@@ -1,0 +1,96 @@
+"""Exchanges multiplexed on one stream: the records of a TLS link. Pure: bytes in, records out.
+
+    record   u32 exchange, u8 kind, u24 size of the data, data       little-endian
+
+    kind  meaning
+    0     data of the exchange
+    1     data, the last of it
+    2     the exchange is abandoned; no data
+    3     ping: the exchange field is any number, no data
+    4     pong: the same number
+
+A record's data is at most MAX_DATA_BYTES, checked on its head before memory is taken; what belongs to a frame of `wire/frames` is
+the session's business.
+"""
+
+from __future__ import annotations
+
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+from swarm.errors import RemoteProtocolError
+
+_HEAD = struct.Struct("<IBBH")  # exchange, kind, low byte and upper two of the size
+HEAD_BYTES = _HEAD.size
+MAX_DATA_BYTES = 256 << 10  # a long message is cut, so that others can pass between; guessed
+MAX_EXCHANGE = (1 << 32) - 1  # the link is given up before its numbers are used up
+
+
+class RecordKind(IntEnum):
+    """What a record says."""
+
+    DATA = 0
+    END = 1
+    RESET = 2
+    PING = 3
+    PONG = 4
+
+
+class Record(NamedTuple):
+    """One record."""
+
+    exchange: int
+    kind: RecordKind
+    data: bytes = b""
+
+
+_KINDS = {int(kind): kind for kind in RecordKind}
+
+
+def encode_record(exchange: int, kind: RecordKind, size: int = 0) -> bytes:
+    """Return the head of a record; its data, of this size, follows."""
+    assert 0 <= exchange <= MAX_EXCHANGE
+    assert 0 <= size <= MAX_DATA_BYTES
+    return _HEAD.pack(exchange, kind, size & 0xFF, size >> 8)
+
+
+def encode_exchange(exchange: int, data: bytes, is_end: bool) -> list[bytes]:
+    """Return the records that carry an exchange's next bytes, in pieces to be written one after the other."""
+    if len(data) <= MAX_DATA_BYTES:
+        return [encode_record(exchange, RecordKind.END if is_end else RecordKind.DATA, len(data)), data]
+    parts: list[bytes] = []
+    for at in range(0, len(data), MAX_DATA_BYTES):
+        piece = data[at : at + MAX_DATA_BYTES]
+        is_last = is_end and at + len(piece) == len(data)
+        parts += [encode_record(exchange, RecordKind.END if is_last else RecordKind.DATA, len(piece)), piece]
+    return parts
+
+
+class RecordReader:
+    """Cuts a stream into records; holds at most one that is not whole."""
+
+    def __init__(self) -> None:
+        self._held = bytearray()
+
+    def feed(self, data: bytes) -> list[Record]:
+        """Return the records that are whole now; raises RemoteProtocolError, after which it is of no use."""
+        if self._held:
+            self._held += data
+            data = bytes(self._held)
+        at, n, records = 0, len(data), list[Record]()
+        while n - at >= HEAD_BYTES:
+            exchange, code, low, high = _HEAD.unpack_from(data, at)
+            size = low | high << 8
+            kind = _KINDS.get(code)
+            if kind is None:
+                raise RemoteProtocolError(f"unknown kind of record: got 0x{code:02x}")
+            if size > (MAX_DATA_BYTES if kind <= RecordKind.END else 0):
+                raise RemoteProtocolError(f"a record of {kind.name} is too large: got {size} bytes")
+            end = at + HEAD_BYTES + size
+            if end > n:
+                break
+            records.append(Record(exchange, kind, data[at + HEAD_BYTES : end]))
+            at = end
+        self._held = bytearray(data[at:]) if at < n else bytearray()
+        return records
