@@ -310,6 +310,15 @@ class Endpoint:
         self._on_cid(connection, driver.quic.host_cid, True)
         return connection
 
+    @property
+    def request_budget(self) -> ByteBudget:
+        """Of the bytes of requests held, shared with other links to this node."""
+        return self._requests
+
+    def is_connected(self, node: NodeId) -> bool:
+        """Return whether a node has an open connection with this one; for what happens rarely: it looks through all."""
+        return any(each.is_open and each.remote == node for each in self._connections)
+
     def rehearsal(self) -> Rehearsal:
         """Return an exchange's way to go through without a socket; the caller's to close."""
         return Rehearsal(self._driver, self._configurations, self.identity)

@@ -218,9 +218,7 @@ async def dial_tls(
             if isinstance(address, str):
                 await loop.create_unix_connection(make, address, ssl=context, server_hostname="swarm.invalid")
             else:
-                await loop.create_connection(
-                    make, address[0], address[1], ssl=context, server_hostname="swarm.invalid"
-                )
+                await loop.create_connection(make, address[0], address[1], ssl=context, server_hostname="swarm.invalid")
             await asyncio.shield(links[0].opened)
     except TimeoutError:
         for link in links:

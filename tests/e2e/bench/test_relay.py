@@ -38,6 +38,6 @@ async def test_what_is_decoded_through_the_relay_goes_through_it_and_nowhere_els
     options = RelayedDecodeOptions(model=MODEL, rtt_s=0.002, n_peers=2, n_tokens=4, n_repetitions=1)
     figures = await measure_relayed_decode(options, tmp_path, lambda done, total: None)
     assert figures["n_packets_relayed"] >= 2 * 7 * N_LAYERS
-    assert 0 < figures["relayed_share"]
+    assert figures["relayed_share"] > 0
     assert figures["relayed_tokens_per_s"] < figures["bound_tokens_per_s"]
     json.dumps(figures)

@@ -819,6 +819,21 @@ def test_a_peer_that_has_answered_well_again_is_trusted_again() -> None:
     virtual_time.run(main())
 
 
+def test_a_peer_that_failed_gets_one_batch_at_a_time_until_it_has_answered() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            strike(it, B, "broken")
+            await ask_b(it)
+            strike(it, B, "hang")
+            await asyncio.sleep(1.2)
+            assert it.placement.destinations == (A, B, C), "on trial"
+            n_before = it.network.count("request", B)
+            await asyncio.gather(*(ask_b(it) for _ in range(6)))
+            assert it.network.count("request", B) == n_before + 1, "the trial, beside which others are asked"
+
+    virtual_time.run(main())
+
+
 def test_a_busy_peer_is_left_alone_for_as_long_as_it_said() -> None:
     async def main() -> None:
         async with twice() as it:

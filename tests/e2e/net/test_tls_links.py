@@ -1,0 +1,239 @@
+"""TLS links over real sockets: whom they let in, that they answer as QUIC does, and that nothing is lost when they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from swarm.errors import ConnectionLost, IdentityMismatch, NetworkError, RemoteProtocolError, RemoteRefused
+from swarm.identity import Identity
+from swarm.net.connection import Connection
+from swarm.net.endpoint import Endpoint
+from swarm.net.tls_link import N_STRIKES, TlsLink
+from swarm.net.tls_links import TlsListener, client_context, dial_tls, unix_name
+from swarm.net.tls_records import RecordKind, encode_record
+from swarm.wire import messages as m
+from swarm.wire.rows import RowCodec
+
+CLIENT, SERVER, OTHER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
+TIMEOUT_S = 5.0
+
+
+def dispatch(n_embd: int = 64, layer: int = 0) -> m.Dispatch:
+    return m.Dispatch(
+        model_tag=bytes(8),
+        layer=layer,
+        rows_codec=RowCodec.F32,
+        result_codec=RowCodec.F32,
+        row_counts=np.array([1], np.uint8),
+        expert_ids=np.array([0], np.uint16),
+        weights=np.array([1.0], np.float32),
+        rows=np.full((1, n_embd), 0.5, np.float32),
+    )
+
+
+class World:
+    """A server with both doors, a client, and its QUIC connection."""
+
+    def __init__(self, server: Endpoint, listener: TlsListener, client: Endpoint, connection: Connection) -> None:
+        self.server, self.listener, self.client, self.connection = server, listener, client, connection
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return "127.0.0.1", self.listener.port
+
+    async def dial(self, *, by_unix: bool = False) -> TlsLink:
+        where = unix_name(SERVER.node_id) if by_unix else self.address
+        return await dial_tls(CLIENT, where, expected=SERVER.node_id)
+
+
+class Handler:
+    """Doubles the rows; holds what it is asked while `gate` is closed."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.n_asked = self.n_cancelled = 0
+
+    async def __call__(self, connection: Connection, request: m.Request) -> m.Response:
+        assert isinstance(request, m.Dispatch)
+        assert connection.remote == CLIENT.node_id
+        self.n_asked += 1
+        if request.layer == 9:
+            raise LookupError("no such layer")
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
+        return m.Result(codec=RowCodec.F32, rows=request.rows * 2, compute_us=1, queue_us=1)
+
+
+@contextlib.asynccontextmanager
+async def world(handler: Handler, *, connects: bool = True) -> AsyncIterator[World]:
+    server = Endpoint(SERVER, host="127.0.0.1", handler=handler, serves=[m.Dispatch])
+    client = Endpoint(CLIENT, host="127.0.0.1")
+    async with server, client, TlsListener(server, host="127.0.0.1") as listener:
+        connection = await client.dial(("127.0.0.1", server.port), expected=SERVER.node_id)
+        if not connects:
+            connection.close()
+            await connection.wait_gone()
+            while server.is_connected(CLIENT.node_id):
+                await asyncio.sleep(0.01)
+        yield World(server, listener, client, connection)
+
+
+def value(answer: m.Response) -> float:
+    assert isinstance(answer, m.Result)
+    return float(answer.rows[0, 0])
+
+
+@pytest.mark.parametrize("by_unix", [False, True])
+async def test_a_dispatch_is_answered_as_over_quic(by_unix: bool) -> None:
+    async with world(Handler()) as w:
+        link = await w.dial(by_unix=by_unix)
+        assert link.remote == SERVER.node_id
+        for n_embd in (64, 200_000):  # one record, and several
+            over_tls = await link.request(dispatch(n_embd), timeout_s=TIMEOUT_S)
+            over_quic = await w.connection.request(dispatch(n_embd), timeout_s=TIMEOUT_S)
+            assert isinstance(over_tls, m.Result)
+            assert isinstance(over_quic, m.Result)
+            np.testing.assert_array_equal(over_tls.rows, over_quic.rows)
+        with pytest.raises(RemoteRefused, match="no such layer"):
+            await link.request(dispatch(layer=9), timeout_s=TIMEOUT_S)
+        assert link.is_open, "a refusal does not end it"
+        link.close()
+
+
+async def test_many_requests_at_once_each_get_their_own_answer() -> None:
+    async with world(Handler()) as w:
+        link = await w.dial()
+        answers = [link.start(dispatch(1 + n), timeout_s=TIMEOUT_S) for n in range(60)]
+        for n, answer in enumerate(await asyncio.gather(*answers)):
+            assert isinstance(answer, m.Result)
+            assert answer.rows.shape == (1, 1 + n)
+        link.close()
+
+
+async def test_another_node_at_the_address_is_not_trusted() -> None:
+    async with world(Handler()) as w:
+        with pytest.raises(IdentityMismatch, match="another node"):
+            await dial_tls(CLIENT, w.address, expected=OTHER.node_id)
+
+
+async def test_who_has_no_quic_connection_is_not_let_in() -> None:
+    handler = Handler()
+    async with world(handler, connects=False) as w:
+        with pytest.raises(NetworkError):
+            link = await w.dial()
+            await link.request(dispatch(), timeout_s=TIMEOUT_S)
+        assert handler.n_asked == 0
+
+
+async def test_nobody_there_is_a_network_error() -> None:
+    with pytest.raises(ConnectionLost):
+        await dial_tls(CLIENT, ("127.0.0.1", 9), expected=SERVER.node_id, timeout_s=1.0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 64,
+        encode_record(0, RecordKind.END, 3) + b"abc",  # a request before the greetings
+        bytes(4) + b"\0" + b"\xff\xff\xff",  # a record that would take 16 MB
+        encode_record(1, RecordKind.END, 5) + b"\x02\x10\x00\x00\x00",  # a hello that is cut short
+    ],
+)
+async def test_a_stranger_s_bytes_end_its_link_and_nothing_else(data: bytes) -> None:
+    async with world(Handler()) as w:
+        reader, writer = await asyncio.open_connection(
+            *w.address, ssl=client_context(), server_hostname="swarm.invalid"
+        )
+        writer.write(data)
+        async with asyncio.timeout(TIMEOUT_S):
+            with contextlib.suppress(ConnectionError, ssl.SSLError):
+                while await reader.read(1000):
+                    pass
+        writer.close()
+        assert value(await w.connection.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+        link = await w.dial()
+        assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+        link.close()
+
+
+async def test_a_link_that_ends_in_mid_request_loses_nothing() -> None:
+    handler = Handler()
+    async with world(handler) as w:
+        link = await w.dial()
+        handler.gate.clear()
+        quic = w.connection
+
+        def again() -> asyncio.Future[m.Response]:
+            return quic.start(dispatch(), timeout_s=TIMEOUT_S)
+
+        answers = [link.start(dispatch(), timeout_s=TIMEOUT_S, retry=again) for _ in range(3)]
+        alone = link.start(dispatch(), timeout_s=TIMEOUT_S)
+        while handler.n_asked < 4:
+            await asyncio.sleep(0.01)
+        assert link._transport is not None
+        link._transport.abort()
+        with pytest.raises(ConnectionLost):
+            await alone
+        handler.gate.set()
+        assert [value(answer) for answer in await asyncio.gather(*answers)] == [1.0] * 3
+        assert link.n_retried == 3
+        assert handler.n_cancelled == 4, "the server does not go on with what nobody waits for"
+        with pytest.raises(ConnectionLost):
+            link.start(dispatch(), timeout_s=TIMEOUT_S)
+
+
+async def test_what_is_late_is_asked_over_quic_and_a_link_that_stays_late_is_given_up() -> None:
+    handler = Handler()
+    async with world(handler) as w:
+        link = await w.dial()
+        await link.request(dispatch(), timeout_s=TIMEOUT_S)
+        assert link._transport is not None
+        quic, asked = w.connection, 0
+        link._reader.feed = lambda data: []  # type: ignore[method-assign,misc]  # a path that swallows what comes back
+
+        def again() -> asyncio.Future[m.Response]:
+            nonlocal asked
+            asked += 1
+            return quic.start(dispatch(), timeout_s=TIMEOUT_S)
+
+        loop = asyncio.get_running_loop()
+        for _ in range(N_STRIKES):
+            began = loop.time()
+            assert value(await link.start(dispatch(), timeout_s=TIMEOUT_S, retry=again)) == 1.0
+            assert loop.time() - began < 5 * 0.25
+        assert asked == N_STRIKES
+        assert not link.is_open
+
+
+async def test_a_request_that_is_given_up_is_given_up_at_the_server() -> None:
+    handler = Handler()
+    async with world(handler) as w:
+        link = await w.dial()
+        handler.gate.clear()
+        answer = link.start(dispatch(), timeout_s=TIMEOUT_S)
+        while not handler.n_asked:
+            await asyncio.sleep(0.01)
+        answer.cancel()
+        while not handler.n_cancelled:
+            await asyncio.sleep(0.01)
+        assert link.is_open
+        link.close()
+
+
+async def test_an_answer_that_nobody_asked_for_ends_the_link() -> None:
+    async with world(Handler()) as w:
+        link = await w.dial()
+        link.data_received(encode_record(40, RecordKind.END, 5) + b"\x11\0\0\0\0")
+        assert not link.is_open
+        with pytest.raises(RemoteProtocolError):
+            link.start(dispatch(), timeout_s=TIMEOUT_S)
