@@ -11,31 +11,24 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser
 from peer.compute import MAX_LINE, Compute
-from peer.disk_bound import DiskBoundExecutor
+from peer.config import PeerConfig, PeerReady, Progress
 from peer.fetch import SliceFetcher, choose_model, fetch_manifest
-from peer.limits import Schedule
 from peer.model_file import OpenModel, choose_experts, open_model_file
 from peer.pauses import OthersLoad, Pauses, outside_hours, while_busy
+from peer.slice import Slice, load_slice
 from peer.traffic import Traffic
 from peer.trust import choose_trusted
 from swarm import __version__
 from swarm.errors import Leaving, NetworkError, Overloaded, RemoteProtocolError, SwarmError, UserError
-from swarm.experts.device_ffn import DeviceFfn, reserve_slice
-from swarm.experts.executor import ExpertExecutor
-from swarm.experts.expert_ffn import ExpertFfn
-from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, NodeId
-from swarm.interruptible import Check, run_interruptibly
 from swarm.memory import free_memory_bytes
 from swarm.model.block_store import BlockStore
-from swarm.model.manifest import Manifest, verify_block
-from swarm.model.source import BlockSource
+from swarm.model.manifest import Manifest
 from swarm.native.library import load_library, use_exact_kernels
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
@@ -43,10 +36,11 @@ from swarm.net.path_finder import PathFinder
 from swarm.net.pool import Pool
 from swarm.net.readiness import Readiness, is_worthwhile
 from swarm.net.relay_client import RelayAddress
+from swarm.net.tls_link import TlsLink
+from swarm.net.tls_links import TlsListener
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
-from swarm.registry.client import RegistryAddress, RegistryClient
-from swarm.registry.publishers import Publishers
+from swarm.registry.client import RegistryClient
 from swarm.registry.records import ExpertAnnouncement, printable_name
 from swarm.registry.relays import relays_of
 from swarm.wire import messages as m
@@ -68,97 +62,6 @@ GRACE_S = 20.0
 ANSWERED_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerConfig:
-    """What a volunteer asked for.
-
-    Attributes:
-        experts, layers: what to hold; `layers` None means every MoE layer. An ExpertSet has layers of its own.
-            `experts` None: all that a slice file holds; AutoExperts: the scarcest that fit.
-        model_file: a whole model or a slice file to take the experts from; None fetches them from a backbone.
-        model: which of the registry's models, by name or id prefix; None: the only one.
-        publishers: whose models may be fetched; None: anybody's.
-        fault: (layer, expert) in which one byte is changed after the hash check: the control of `swarm verify`.
-        device: what computes: `cpu`, `auto`, or as `swarm.native.devices.choose_device` takes it.
-        disk_bytes_per_s: compute as slowly as from a disk of this speed: for tests and benchmarks of placement.
-        name, place: shown on the map, for all to see.
-        max_upload_bytes_s, max_download_bytes_s: of all traffic; None: no cap.
-        schedule: when to serve; None: always.
-        pauses_when_busy: rest while others need the machine.
-        is_relays_only: be reached through relays alone: for benchmarks of relays.
-    """
-
-    registry: tuple[RegistryAddress, ...]
-    folders: Folders
-    experts: frozenset[int] | ExpertSet | AutoExperts | None
-    layers: frozenset[int] | None = None
-    model_file: Path | None = None
-    model: str | None = None
-    publishers: Publishers | None = None
-    host: str = "0.0.0.0"
-    port: int = 0
-    advertise: str | None = None
-    n_threads: int = 1
-    device: str = "cpu"
-    exact_kernels: bool = False
-    fault: tuple[int, int] | None = None
-    disk_bytes_per_s: float | None = None
-    name: str = ""
-    place: tuple[int, int] | None = None
-    max_upload_bytes_s: float | None = None
-    max_download_bytes_s: float | None = None
-    schedule: Schedule | None = None
-    pauses_when_busy: bool = False
-    is_relays_only: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerReady:
-    """What a peer says once it is announced.
-
-    Attributes:
-        reach: how others reach it, as far as is known then: a value of `swarm.net.reachability.Reach`.
-    """
-
-    node: str
-    model: str
-    experts: str
-    address: str
-    reach: str = "unknown"
-
-
-class Progress:
-    """Where a peer's start stands; the command line draws it. Every method may be overridden; none does anything."""
-
-    def hashing(self, n_done: int, n_total: int) -> None:
-        """Bytes of a model file hashed."""
-
-    def fetching(self, n_done: int, n_total: int) -> None:
-        """Blocks fetched."""
-
-    def loading(self, n_done: int, n_total: int) -> None:
-        """Blocks checked and loaded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Slice:
-    """Experts that are loaded."""
-
-    experts: ExpertSet
-    ffn: ExpertFfn | DeviceFfn
-    executor: ExpertExecutor
-    compute: Compute
-
-    def close(self) -> None:
-        self.compute.close()
-        self.ffn.close()
-
-    async def wait_closed(self) -> None:
-        """Close, and leave the loop free meanwhile; what waits in line is cancelled."""
-        await self.compute.wait_closed()
-        self.ffn.close()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Opened:
     """A model whose blocks can be had; `fetch` brings those of a slice here first."""
@@ -177,8 +80,8 @@ class PeerDaemon:
         self._progress = progress or Progress()
         self._started = time.monotonic()
         self._readiness: Readiness | None = None
-        self._slice: _Slice | None = None
-        self._former: _Slice | None = None  # while backbones may still ask for it
+        self._slice: Slice | None = None
+        self._former: Slice | None = None  # while backbones may still ask for it
         self._chooser: Chooser | None = None
         self._finder: PathFinder | None = None
         self._n_earlier_assignments = 0  # of slices that were given up
@@ -222,6 +125,7 @@ class PeerDaemon:
         async with (
             endpoint,
             PathFinder(endpoint, takes_calls=True, is_relays_only=self._config.is_relays_only) as finder,
+            contextlib.AsyncExitStack() as stack,
         ):
             self._finder = finder
             self._traffic = Traffic(
@@ -232,6 +136,8 @@ class PeerDaemon:
             pool = Pool(endpoint, finder)
             if is_worthwhile():
                 self._readiness = Readiness(endpoint)
+            if config.tls_links and config.max_upload_bytes_s is None and config.max_download_bytes_s is None:
+                await stack.enter_async_context(TlsListener(endpoint, host=config.host))
             kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
             registry = RegistryClient(finder, config.registry, cache=kept)
             try:
@@ -438,57 +344,24 @@ class PeerDaemon:
         announcer.announce_soon()
         await announcer.is_announced.wait()
         await asyncio.sleep(GRACE_S)
-        await _answered(former)
+        await former.answered(ANSWERED_TIMEOUT_S)
         self._former = None
         self._n_earlier_assignments += former.executor.assignments().total
         await former.wait_closed()
         logger.info("moved to %s", better)
         return True
 
-    async def _load(self, model: OpenModel, experts: ExpertSet) -> _Slice:
-        """Return a slice whose every block was checked against the manifest."""
-
-        def load(check: Check) -> ExpertFfn | DeviceFfn:
-            ffn = reserve_slice(
-                model.manifest.spec, experts, device=self._config.device, n_threads=self._config.n_threads
-            )
-            try:
-                self._fill(ffn, experts, model.manifest, model.source, check)
-            except BaseException:
-                ffn.close()
-                raise
-            return ffn
-
-        ffn = await run_interruptibly(load)
-        spec, disk_bytes_per_s = model.manifest.spec, self._config.disk_bytes_per_s
-        if disk_bytes_per_s is None:
-            executor = ExpertExecutor(ffn, spec)
-        else:
-            executor = DiskBoundExecutor(ffn, spec, bytes_per_s=disk_bytes_per_s)
-        return _Slice(experts=experts, ffn=ffn, executor=executor, compute=Compute(executor))
-
-    def _fill(
-        self,
-        ffn: ExpertFfn | DeviceFfn,
-        experts: ExpertSet,
-        manifest: Manifest,
-        source: BlockSource,
-        check: Check,
-    ) -> None:
-        for n_done, (layer, expert) in enumerate(experts, 1):
-            check()
-            block = source.read_block(layer, expert)
-            verify_block(manifest, layer, expert, block)
-            ffn.load(layer, expert, block)
-            self._progress.loading(n_done, len(experts))
-        if self._config.fault is not None:
-            layer, expert = self._config.fault
-            if (layer, expert) not in experts:
-                raise UserError(f"cannot plant a fault: layer {layer}, expert {expert} is not in this slice")
-            # In the middle of the first plane, which is the down projection's: no requantisation comes after it that could
-            # hide the change.
-            ffn.flip_byte(layer, expert, manifest.spec.expert_tensors(layer)[0].expert_size_bytes // 2)
-            logger.warning("one byte of layer %d, expert %d was changed on purpose", layer, expert)
+    async def _load(self, model: OpenModel, experts: ExpertSet) -> Slice:
+        config = self._config
+        return await load_slice(
+            model,
+            experts,
+            n_threads=config.n_threads,
+            device=config.device,
+            fault=config.fault,
+            disk_bytes_per_s=config.disk_bytes_per_s,
+            on_loaded=self._progress.loading,
+        )
 
     def _announcement(self, seq: int, address: str) -> ExpertAnnouncement:
         assert self._manifest is not None
@@ -525,9 +398,10 @@ class PeerDaemon:
             raise Leaving("this peer is leaving")
         if self._pauses.why:
             raise Leaving(f"this peer rests: {self._pauses.why}")
-        return self._start(self._slice_for(request, self._slice).compute, connection.remote, request)
+        readiness = None if isinstance(connection, TlsLink) else self._readiness  # it watches QUIC's socket
+        return self._start(self._slice_for(request, self._slice).compute, connection.remote, request, readiness)
 
-    def _slice_for(self, request: m.Dispatch, current: _Slice) -> _Slice:
+    def _slice_for(self, request: m.Dispatch, current: Slice) -> Slice:
         """Return the slice that holds what is asked for: where a backbone has not heard of the new one, the former."""
         former = self._former
         if former is None:
@@ -536,7 +410,9 @@ class PeerDaemon:
         is_held = all(pair in current.experts for pair in asked)
         return current if is_held or not all(pair in former.experts for pair in asked) else former
 
-    def _start(self, compute: Compute, backbone: NodeId, request: m.Dispatch) -> asyncio.Future[m.Result]:
+    def _start(
+        self, compute: Compute, backbone: NodeId, request: m.Dispatch, readiness: Readiness | None
+    ) -> asyncio.Future[m.Result]:
         """Put a dispatch in line, unless its backbone has its share of the line already.
 
         Alone, a backbone may fill the line; beside others, it has an equal part, so that one that sends more than is computed
@@ -551,7 +427,6 @@ class PeerDaemon:
         traffic, loop = self._traffic, asyncio.get_running_loop()
         assert traffic is not None
         n_bytes = traffic.admit(request)
-        readiness = self._readiness
         if readiness is not None:
             readiness.ended()  # the wait for a dispatch, which began with the last answer
         answer = compute.start(request, backbone)
@@ -565,9 +440,9 @@ class PeerDaemon:
             self._in_line[backbone] -= 1
             if not self._in_line[backbone]:
                 del self._in_line[backbone]
-            if readiness is not None:
-                is_token = len(request.row_counts) == 1 and not answer.cancelled() and answer.exception() is None
-                readiness.began((request, answer.result()) if is_token else None)
+            is_token = len(request.row_counts) == 1 and not answer.cancelled() and answer.exception() is None
+            if readiness is not None and is_token:
+                readiness.began((request, answer.result()))
 
         answer.add_done_callback(is_done)
         return answer
@@ -613,14 +488,6 @@ async def _require_registry(registry: RegistryClient) -> None:
         raise NetworkError(
             f"{error}; nothing was loaded, since nobody could find this peer: start swarm relay, or give another --registry"
         ) from error
-
-
-async def _answered(former: _Slice) -> None:
-    """Return once nothing is in a slice's line, or after ANSWERED_TIMEOUT_S: what is left then is given up."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(ANSWERED_TIMEOUT_S):
-            while former.compute.n_in_line:  # noqa: ASYNC110
-                await asyncio.sleep(LINGER_S)
 
 
 async def _nothing_to_fetch(_: ExpertSet) -> None:

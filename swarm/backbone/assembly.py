@@ -37,6 +37,7 @@ from swarm.model.manifest import Manifest
 from swarm.model.source import BlockSource, GgufSource
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
+from swarm.net.fast_links import FastLinks
 from swarm.net.path_finder import Face, PathFinder
 from swarm.net.pool import Pool
 from swarm.net.readiness import Readiness, is_worthwhile
@@ -68,6 +69,7 @@ class BackboneConfig:
         fetcher: gets the local experts' blocks from others, where `model_file` is not the whole model.
         audit_share: of each peer's answers that are asked of others as well; 0: none.
         audit_tolerance: from which relative difference on two answers are not the same.
+        tls_links: reach peers on short, clean paths over TLS links too, where they accept them.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -90,6 +92,7 @@ class BackboneConfig:
     fetcher: Callable[[RegistryClient, Pool, BlockStore], Fetch] | None = None
     audit_share: float = 0.0
     audit_tolerance: float = DEFAULT_TOLERANCE
+    tls_links: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +181,9 @@ async def open_backbone(
                 records=config.folders.state / f"audits-{identity.node_id.short}.json",
             )
         stack.push_async_callback(dispatcher.close)
+        if config.tls_links:
+            dispatcher.links = FastLinks(identity)
+            stack.push_async_callback(dispatcher.links.close)
         if is_worthwhile():
             dispatcher.readiness = Readiness(endpoint, also=dispatcher.rehearse)
             stack.callback(dispatcher.readiness.close)

@@ -23,6 +23,7 @@ from swarm.bench.busy import Busy
 from swarm.identity import Identity
 from swarm.net.certificate import MAX_DATAGRAM_BYTES, make_certificate
 from swarm.net.quic_driver import AioquicDriver, driver_class
+from swarm.net.tls_links import client_context, server_context
 
 HEAD = struct.Struct("<III")  # bytes out, bytes back, microseconds of compute
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -191,6 +192,84 @@ class _QuicLink(BareLink):
         )
         connection.flush()
         await answer
+
+
+class _Tls(asyncio.Protocol):
+    """One side of a bare TLS link: a request is its head and zeros, and so is an answer; one at a time."""
+
+    def __init__(self, busy: Busy | None) -> None:
+        self._busy = busy  # None: a client
+        self._transport: asyncio.Transport | None = None
+        self._held = bytearray()
+        self._size_back = 0
+        self._answer: asyncio.Future[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        self._held += data
+        if self._busy is None:
+            if len(self._held) >= self._size_back and self._answer is not None:
+                self._held.clear()
+                self._answer.set_result(None)
+                self._answer = None
+        elif len(self._held) >= HEAD.size and len(self._held) >= HEAD.unpack_from(self._held)[0]:
+            _, size_back, busy_us = HEAD.unpack_from(self._held)
+            self._held.clear()
+            self._busy.compute(busy_us)
+            assert self._transport is not None
+            self._transport.write(bytes(size_back))
+
+    def ask(self, size_out: int, size_back: int, busy_us: int) -> asyncio.Future[None]:
+        assert self._transport is not None
+        self._size_back = size_back
+        self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(HEAD.pack(size_out, size_back, busy_us) + bytes(size_out - HEAD.size))
+        return self._answer
+
+
+class TlsStreams:
+    """TLS 1.3 over TCP with nothing of ours but the context: server and client."""
+
+    def __init__(self, busy: Busy | None = None) -> None:
+        """`busy` computes for the requests that ask for it."""
+        self._busy = busy or Busy()
+        self._server: asyncio.Server | None = None
+        self._links: list[_Tls] = []
+
+    async def serve(self) -> int:
+        """Listen; return the port."""
+        context = server_context(Identity.generate())
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Tls(self._busy), "127.0.0.1", 0, ssl=context)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def dial(self, address: Address) -> BareLink:
+        """Return a link."""
+        loop = asyncio.get_running_loop()
+        _, link = await loop.create_connection(
+            lambda: _Tls(None), *address, ssl=client_context(), server_hostname="swarm.invalid"
+        )
+        self._links.append(link)
+        return _TlsLink(link)
+
+    def close(self) -> None:
+        """Close the client's links, and stop listening."""
+        for link in self._links:
+            if link._transport is not None:
+                link._transport.close()
+        if self._server is not None:
+            self._server.close()
+
+
+class _TlsLink(BareLink):
+    def __init__(self, link: _Tls) -> None:
+        self._link = link
+
+    async def echo(self, size_out: int, size_back: int, busy_us: int = 0) -> None:
+        await self._link.ask(size_out, size_back, busy_us)
 
 
 class UdpSocket:

@@ -13,9 +13,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ class DispatchOptions:
         skew: exponent of Zipf's law over the experts; 0 draws them evenly.
         n_tokens: rows of one dispatch.
         compares_serial: ask the peers one after the other too; of one token, and only of tokens that need every peer.
+        link: `auto` opens TLS links beside QUIC where the paths are short and clean.
     """
 
     d_model: int = 2048
@@ -59,6 +60,7 @@ class DispatchOptions:
     n_dispatches: int = 200
     seed: int = 0
     compares_serial: bool = False
+    link: Literal["quic", "auto"] = "quic"
 
     def __post_init__(self) -> None:
         if self.compares_serial and not (self.n_tokens == 1 and 1 <= self.n_peers <= self.n_expert_used):
@@ -111,6 +113,8 @@ async def measure_dispatch(
             wire=options.wire,
             paths=options.paths,
             engine=EngineConfig(n_ctx=64, n_batch=32, n_ubatch=32),
+            peer_options=() if options.link == "quic" else ("--tls-links",),
+            adapt=lambda config: replace(config, tls_links=options.link != "quic"),
         )
         async with opening as testbed:
             figures = await _measure(testbed, options, progress)
@@ -150,12 +154,16 @@ async def _compare(testbed: Testbed, options: DispatchOptions, figures: dict[str
     return {
         "quic_star_p50_s": star.quic_star_p50_s,
         "udp_star_p50_s": star.udp_star_p50_s,
+        "tls_star_p50_s": star.tls_star_p50_s,
         "quic_star_beyond_compute_p50_s": star.quic_beyond_p50_s,
         "udp_star_beyond_compute_p50_s": star.udp_beyond_p50_s,
+        "tls_star_beyond_compute_p50_s": star.tls_beyond_p50_s,
         "beyond_compute_p50_s": beyond_s,
         "beyond_compute_over_quic_star": over_bare,
         "beyond_compute_over_computing_quic_star": over_computing,
         "transport": star.library,
+        "link": options.link,
+        "n_tls_links": links.n_open if (links := testbed.running.dispatcher.links) is not None else 0,
     }
 
 

@@ -1,8 +1,8 @@
-"""One member of a star, in a process of its own: answers dispatches over our Endpoint, bare QUIC and bare UDP.
+"""One member of a star, in a process of its own: answers dispatches over our Endpoint, bare QUIC, bare TLS and bare UDP.
 
 It computes nothing, or, where the request says so, only passes the time as experts would (`busy`).
 
-`python -m swarm.bench.star_member` prints one JSON line with its node id and its three ports, and ends when its stdin does.
+`python -m swarm.bench.star_member` prints one JSON line with its node id and its four ports, and ends when its stdin does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from swarm.bench.bare_links import QuicSocket, UdpSocket
+from swarm.bench.bare_links import QuicSocket, TlsStreams, UdpSocket
 from swarm.bench.busy import Busy
 from swarm.identity import Identity
 from swarm.net.connection import Connection
@@ -46,7 +46,8 @@ async def serve() -> None:
     identity = Identity.generate()
     async with Endpoint(identity, host="127.0.0.1", handler=answer, serves=[m.Dispatch]) as endpoint:
         quic, udp = QuicSocket(_busy), UdpSocket(_busy)
-        ports = {"endpoint": endpoint.port, "quic": quic.address[1], "udp": udp.address[1]}
+        tls = await TlsStreams(_busy).serve()
+        ports = {"endpoint": endpoint.port, "quic": quic.address[1], "udp": udp.address[1], "tls": tls}
         print(json.dumps({"node_id": str(identity.node_id), **ports}), flush=True)
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

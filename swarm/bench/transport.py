@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from swarm.bench.bare_links import BareLink, QuicSocket, UdpSocket
+from swarm.bench.bare_links import BareLink, QuicSocket, TlsStreams, UdpSocket
 from swarm.bench.star_member import TAG
 from swarm.errors import SwarmError
 from swarm.identity import Identity
@@ -42,10 +42,10 @@ class StarReport:
 
     Attributes:
         library: aioquic or qh3.
-        endpoint_p50_s, quic_star_p50_s, udp_star_p50_s: medians; `endpoint` is ours, with frames and session.
+        endpoint_p50_s, quic_star_p50_s, udp_star_p50_s, tls_star_p50_s: medians; `endpoint` is ours, with frames and session.
         ratio: endpoint / quic, the median of the ratios of each repetition.
         compute_s: what each member computed in the figures with `beyond`; None where there were none.
-        quic_beyond_p50_s, udp_beyond_p50_s: medians, less `compute_s`: what to compare a layer that computes with.
+        quic_beyond_p50_s, udp_beyond_p50_s, tls_beyond_p50_s: the same less `compute_s`, to compare a layer that computes with.
         beside_p50_s: of what was measured in turn with the stars.
         bytes_out_per_member, bytes_back_per_member: UDP payload of ours per dispatch, acknowledgements included.
     """
@@ -58,10 +58,12 @@ class StarReport:
     endpoint_p50_s: float
     quic_star_p50_s: float
     udp_star_p50_s: float
+    tls_star_p50_s: float
     ratio: float
     compute_s: float | None
     quic_beyond_p50_s: float | None
     udp_beyond_p50_s: float | None
+    tls_beyond_p50_s: float | None
     beside_p50_s: float | None
     bytes_out_per_member: float
     bytes_back_per_member: float
@@ -79,6 +81,7 @@ class Member:
     endpoint: SocketAddress
     quic: SocketAddress
     udp: SocketAddress
+    tls: SocketAddress
 
 
 @contextlib.asynccontextmanager
@@ -104,7 +107,7 @@ async def members(n: int) -> AsyncIterator[list[Member]]:
             if not line:
                 raise SwarmError("a member of the star did not start")
             told = json.loads(line)
-            ports = [("127.0.0.1", int(told[kind])) for kind in ("endpoint", "quic", "udp")]
+            ports = [("127.0.0.1", int(told[kind])) for kind in ("endpoint", "quic", "udp", "tls")]
             started.append(Member(NodeId.parse(told["node_id"]), *ports))
         yield started
     finally:
@@ -159,11 +162,13 @@ async def measure_star(
         started = await stack.enter_async_context(members(n_members))
         endpoint = await stack.enter_async_context(Endpoint(Identity.generate(), host="127.0.0.1"))
         connections = [await endpoint.dial(each.endpoint, expected=each.node_id) for each in started]
-        quic, udp = QuicSocket(), UdpSocket()
+        quic, udp, tls = QuicSocket(), UdpSocket(), TlsStreams()
         stack.callback(quic.close)
         stack.callback(udp.close)
+        stack.callback(tls.close)
         quic_links = [await quic.dial(each.quic) for each in started]
         udp_links = [await udp.dial(each.udp) for each in started]
+        tls_links = [await tls.dial(each.tls) for each in started]
         request = bench_dispatch(size_out, size_back)
 
         async def ours() -> None:
@@ -175,10 +180,13 @@ async def measure_star(
 
             return once
 
-        kinds = {"endpoint": ours, "quic": bare(quic_links), "udp": bare(udp_links)}
+        kinds = {"endpoint": ours, "quic": bare(quic_links), "udp": bare(udp_links), "tls": bare(tls_links)}
         if compute_s is not None:
             busy_us = round(compute_s * 1e6)
-            kinds |= {"quic, busy": bare(quic_links, busy_us), "udp, busy": bare(udp_links, busy_us)}
+            kinds |= {
+                f"{name}, busy": bare(links, busy_us)
+                for name, links in (("quic", quic_links), ("udp", udp_links), ("tls", tls_links))
+            }
         if beside is not None:
             kinds["beside"] = beside
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -201,10 +209,12 @@ async def measure_star(
             endpoint_p50_s=statistics.median(times["endpoint"]),
             quic_star_p50_s=statistics.median(times["quic"]),
             udp_star_p50_s=statistics.median(times["udp"]),
+            tls_star_p50_s=statistics.median(times["tls"]),
             ratio=statistics.median(ratios),
             compute_s=compute_s,
             quic_beyond_p50_s=None if compute_s is None else statistics.median(times["quic, busy"]) - compute_s,
             udp_beyond_p50_s=None if compute_s is None else statistics.median(times["udp, busy"]) - compute_s,
+            tls_beyond_p50_s=None if compute_s is None else statistics.median(times["tls, busy"]) - compute_s,
             beside_p50_s=None if beside is None else statistics.median(times["beside"]),
             bytes_out_per_member=(endpoint.bytes_sent - sent) / n,
             bytes_back_per_member=(endpoint.bytes_received - received) / n,

@@ -145,13 +145,22 @@ def join(
     plant_fault: Annotated[str | None, typer.Option("--plant-fault", metavar="LAYER:EXPERT", hidden=True)] = None,
     slow_disk: Annotated[str | None, typer.Option("--slow-disk", metavar="SIZE", hidden=True)] = None,
     relays_only: Annotated[bool, typer.Option("--relays-only", hidden=True)] = False,
+    tls_links: Annotated[
+        bool,
+        typer.Option(
+            "--tls-links",
+            help="Accept TLS links (TCP, on the number of the UDP port) from backbones that are connected over QUIC: "
+            "less processor time on paths of a few milliseconds. Not with caps on traffic.",
+        ),
+    ] = False,
 ) -> None:
     """Give part of this machine: hold some experts of a model and compute them for others.
 
     What a peer computes are hidden states of a public model: they reveal much of the text to whoever runs a peer.
     """
     from peer.auto import AutoExperts
-    from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
+    from peer.config import PeerConfig, PeerReady, Progress
+    from peer.daemon import PeerDaemon
     from peer.limits import parse_schedule
 
     folders = Folders.from_environment()
@@ -241,6 +250,7 @@ def join(
             name=public_name(name),
             place=place,
             is_relays_only=relays_only,
+            tls_links=tls_links,
         )
         await PeerDaemon(config, identity, Bars()).run(on_ready)
 

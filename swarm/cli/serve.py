@@ -159,6 +159,13 @@ def serve(
             help="Share of each peer's answers that is asked of another peer as well, so that wrong numbers are found; 0: none.",
         ),
     ] = DEFAULT_AUDIT,
+    tls_links: Annotated[
+        bool,
+        typer.Option(
+            "--tls-links",
+            help="Reach peers that accept them over TLS links too, where a path is short, direct and loses nothing.",
+        ),
+    ] = False,
     histogram: Annotated[
         bool,
         typer.Option(
@@ -249,6 +256,7 @@ def serve(
                     shares_histogram=histogram,
                     audit_share=audit_share,
                     audit_tolerance=tolerance,
+                    tls_links=tls_links,
                     local_experts=budget,
                     fetcher=_fetcher,
                 )

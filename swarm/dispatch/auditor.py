@@ -1,7 +1,7 @@
 """Audits: some answers of peers are asked of others as well, after the layer has gone on; who is caught is used no more.
 
 The shell: which answers is `audit`, what they are compared with and what follows is `audit_opinions`, how peers stand is
-`audit_standing`, what a caught peer had a part in is `audit_trail`. Here is the plumbing: asking, waiting, logging, keeping.
+`audit_standing`, what a caught peer had a part in is `audit_trail`, who is asked is `audit_panel`. Here is the plumbing.
 
     a layer is done -> observe -> chosen? -> a second opinion of a few of its rows -> the same: passed
                                                                                     -> not: all sides asked again, judged
@@ -15,12 +15,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,16 @@ import numpy as np
 from swarm.dispatch.attempts import Order
 from swarm.dispatch.audit import DEFAULT_TOLERANCE, NEW_SHARE, OPINION_TIMEOUT_S, SUSPECT_SHARE, AuditChooser
 from swarm.dispatch.audit_opinions import Part, Question, Rows, agreement, first_look, judge
-from swarm.dispatch.audit_standing import Catch, PeerRecord, Standing, Verdict
+from swarm.dispatch.audit_panel import Panel
+from swarm.dispatch.audit_records import load_standing, save_standing
+from swarm.dispatch.audit_standing import Catch, PeerRecord, Verdict
 from swarm.dispatch.audit_trail import Trail
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.origin import Origin
 from swarm.dispatch.plan import HERE, Batch, part_of
 from swarm.dispatch.replicas import Replicas
-from swarm.errors import EngineError, SwarmError, UserError
-from swarm.files import write_atomically
+from swarm.errors import EngineError, SwarmError
 from swarm.ids import NodeId
-from swarm.registry.networks import rival_prefix
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
 
@@ -47,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 MAX_ROWS = 8  # of a batch that are asked about, drawn at random: a whole prefill would be dear; guessed
 MAX_UNDER_WAY = 16  # audits at once; more are put back; guessed
-MAX_RECORD_BYTES = 4 << 20  # of the file of records; one takes up to 700 bytes
 MAX_REPORTED = 256  # peers in `report`; those caught and suspected first
 
 Opinion = Callable[[NodeId, int, Batch, Rows], Awaitable[Rows]]
@@ -116,7 +114,8 @@ class Auditor:
         self._records = records
         self._chooser = AuditChooser(self._rng)
         self._trail = Trail()
-        self._standing = _load(records, wall_now())
+        self._standing = load_standing(records, wall_now())
+        self._panel = Panel(holders, self._standing, self._rng)
         self._tainted: dict[int, int] = {}  # sequence -> first position that is not to be trusted
         self._under_way: dict[asyncio.Task[None], NodeId] = {}
         self._open: Counter[NodeId] = Counter()  # sides of cases in which answers differ
@@ -198,7 +197,7 @@ class Auditor:
         if self._saving is not None:
             await asyncio.wait([self._saving])
         if self._records is not None and self._standing.peers:
-            await asyncio.to_thread(_save, self._records, self._standing.to_json())
+            await asyncio.to_thread(save_standing, self._records, self._standing.to_json())
 
     # For people
 
@@ -287,7 +286,7 @@ class Auditor:
 
     async def _case(self, question: Question) -> bool:
         """Return whether the answer was right; raises SwarmError when nobody gave a second opinion."""
-        parts = self._whom_to_ask(question)
+        parts = self._panel.second(question)
         if parts is None:
             self.stats.n_unaudited += 1
             return False
@@ -341,7 +340,7 @@ class Auditor:
             if part.node == HERE:
                 continue
             asked.append(ask(part.node, part, "again"))
-            part.third_node = self._third(question, part)
+            part.third_node = self._panel.third(question, part)
             if part.third_node is not None:
                 asked.append(ask(part.third_node, part, "third"))
         await asyncio.gather(*asked)
@@ -354,7 +353,7 @@ class Auditor:
         finding = judge(question, parts, self.tolerance)
         former = self._standing.suspects
         guilty = self._standing.failed(
-            finding, self._wall_now(), can_compare=self._can_compare, network_of=self._network
+            finding, self._wall_now(), can_compare=self._panel.can_compare, network_of=self._panel.network_of
         )
         for node, reason in guilty.items():
             self._catch(node, reason)
@@ -381,66 +380,6 @@ class Auditor:
                 return await own.compute(question.layer, x, batch.row_counts, batch.expert_ids, weights)
         except (OSError, MemoryError, RuntimeError) as error:  # a TimeoutError, too; the file may be gone by now
             raise EngineError(f"cannot compute experts here: {type(error).__name__}: {error}") from error
-
-    def _whom_to_ask(self, question: Question) -> list[Part] | None:
-        """Return who is to give a second opinion on what, in the fewest parts; None: nobody can."""
-        batch = question.batch
-        held, nodes = self._held_by_others(question.layer, {question.node})
-        network = self._network(question.node)
-        # Who is suspected is asked first: it is evidence, and does no harm here. Else another network's, else by chance.
-        rank = {
-            node: (
-                not self._standing.is_suspected(node),
-                network is not None and self._network(node) == network,
-                chance,
-            )
-            for node, chance in zip(nodes, self._rng.sample(range(len(nodes)), len(nodes)), strict=True)
-        }
-        parts: list[Part] = []
-        left = np.ones(batch.n_pairs, np.bool_)  # [P]
-        while left.any():
-            covers = {node: held[index, batch.expert_ids] & left for index, node in enumerate(nodes)}  # each [P]
-            node = min(covers, key=lambda each: (-int(covers[each].sum()), rank[each]), default=HERE)
-            if node == HERE or not covers[node].any():
-                node, is_in = HERE, left.copy()
-                own = self._holders.own
-                if own is None or not own.holds(question.layer, batch.expert_ids[left].tolist()):
-                    return None
-            else:
-                is_in = covers[node]
-            parts.append(Part(is_in=is_in, batch=part_of(batch, is_in), node=node))
-            left &= ~is_in
-        return parts
-
-    def _third(self, question: Question, part: Part) -> NodeId | None:
-        """Return who can be asked besides both sides: this process, else another peer."""
-        experts = part.batch.expert_ids
-        own = self._holders.own
-        if own is not None and own.holds(question.layer, experts.tolist()):
-            return HERE
-        held, nodes = self._held_by_others(question.layer, {question.node, part.node})
-        found = [node for index, node in enumerate(nodes) if held[index, experts].all()]
-        networks = {self._network(question.node), self._network(part.node)} - {None}
-        self._rng.shuffle(found)
-        return min(found, key=lambda node: self._network(node) in networks, default=None)
-
-    def _held_by_others(self, layer: int, sides: Collection[NodeId]) -> tuple[np.ndarray[Any, Any], list[NodeId]]:
-        """Return which experts each of the other peers holds, bool [N, E], and the peers."""
-        placement = self._holders.placement
-        indexes = [index for index, node in enumerate(placement.destinations) if node not in sides]
-        held = placement.holders[indexes, placement.layers.index(layer)]  # [N, E]
-        return held, [placement.destinations[index] for index in indexes]
-
-    def _can_compare(self, a: NodeId, b: NodeId) -> bool:
-        placement = self._holders.placement
-        if a not in placement.destinations or b not in placement.destinations:
-            return False
-        index_a, index_b = placement.destinations.index(a), placement.destinations.index(b)
-        return bool((placement.holders[index_a] & placement.holders[index_b]).any())
-
-    def _network(self, node: NodeId) -> str | None:
-        record = self._holders.placement.announcement(node)
-        return rival_prefix(record.addresses[0]) if record is not None and record.addresses else None
 
     # What follows
 
@@ -487,30 +426,8 @@ class Auditor:
         if self._records is None or self._saving is not None:
             return  # one is under way: `close` writes the rest
         plain = self._standing.to_json()
-        self._saving = asyncio.get_running_loop().create_task(asyncio.to_thread(_save, self._records, plain))
+        self._saving = asyncio.get_running_loop().create_task(asyncio.to_thread(save_standing, self._records, plain))
         self._saving.add_done_callback(self._saved)
 
     def _saved(self, _: asyncio.Task[None]) -> None:
         self._saving = None
-
-
-def _load(path: Path | None, now: float) -> Standing:
-    if path is None:
-        return Standing()
-    try:
-        if path.stat().st_size > MAX_RECORD_BYTES:
-            raise ValueError(f"too large: expected at most {MAX_RECORD_BYTES} bytes")
-        return Standing.from_json(json.loads(path.read_bytes()), now)
-    except FileNotFoundError:
-        return Standing()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, UserError) as error:
-        logger.warning("the records of audits %s cannot be used: %s; who was caught before is forgotten", path, error)
-        return Standing()
-
-
-def _save(path: Path, plain: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(plain, allow_nan=False).encode(), mode=0o600)
-    except OSError as error:
-        logger.warning("cannot keep the records of audits in %s: %s", path, error.strerror)

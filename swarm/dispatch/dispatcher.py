@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,10 +39,13 @@ from swarm.errors import (
 from swarm.ids import ModelId, NodeId
 from swarm.model.spec import ModelSpec
 from swarm.net.connection import Connection
+from swarm.net.fast_links import FastLinks
 from swarm.net.readiness import Readiness
 from swarm.wire import messages as m
 from swarm.wire.frames import RESULT_HEAD_BYTES
 from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, row_bytes
+
+logger = logging.getLogger(__name__)
 
 # Answers still awaited after their layer was done without them, for the measure of their peers; more are given up. Guessed.
 MAX_LATE = 64
@@ -165,6 +169,7 @@ class Dispatcher:
         self.audits: Auditor | None = None
         self.asks_in_turn = False
         self.readiness: Readiness | None = None  # for the answers of decoded tokens; None: they are met as they come
+        self.links: FastLinks | None = None  # beside the QUIC connections; None: there are none
         self._sent: m.Dispatch | None = None  # the latest
         self._repeat: Callable[[], None] | None = None
         self.on_layer: Callable[[LayerSpan], None] | None = None
@@ -206,7 +211,9 @@ class Dispatcher:
             ]
         rows = _EncodedRows(x, codec)
         planned_ns = time.monotonic_ns()
-        readiness = self.readiness if n_tokens == 1 and n_destinations else None
+        # It watches QUIC's socket: not for answers that come over TLS.
+        is_watched = n_tokens == 1 and n_destinations and (self.links is None or not self.links.n_open)
+        readiness = self.readiness if is_watched else None
         if self.asks_in_turn:
             answers = [answer for batch in batches for answer in await self._ask(layer, [batch], rows)]
         elif readiness is None:
@@ -460,7 +467,15 @@ class Dispatcher:
         self._sent = message
         self.times.of(order.node).rtt_s = connection.rtt_s
         size = RESULT_HEAD_BYTES + self._n_rows_back(batch) * row_bytes(rows.x.shape[1], self._codec_back)
-        return connection.start(message, timeout_s=order.deadline - order.sent_at, max_answer_bytes=size)
+        timeout_s = order.deadline - order.sent_at
+        link = self.links.best(order.node, connection) if self.links is not None else None
+        if link is not None:
+            again = functools.partial(connection.start, message, timeout_s=timeout_s, max_answer_bytes=size)
+            try:
+                return link.start(message, timeout_s=timeout_s, max_answer_bytes=size, retry=again)
+            except (NetworkError, Overloaded) as error:  # it has ended in this moment, or is full
+                logger.debug("not over the TLS link: %s", error)
+        return connection.start(message, timeout_s=timeout_s, max_answer_bytes=size)
 
     def _n_rows_back(self, batch: Batch) -> int:
         return batch.n_pairs if self._codec_back is RowCodec.EXACT else batch.n_rows

@@ -126,6 +126,10 @@ class QuicDriver(ABC):
         """Return whether the next deadline may be nearer than ACK_DELAY_S; may be True in vain."""
         return True
 
+    def is_lossy(self) -> bool:
+        """Return whether the path has lost packets lately; False where the library does not tell."""
+        return False
+
     def copies(self, now: float) -> list[Datagram]:
         """Return the datagrams to send a second time now."""
         return []
@@ -247,6 +251,12 @@ class AioquicDriver(QuicDriver):
             queue.insert(0, queue.pop())
         else:
             self._order_streams()
+
+    def is_lossy(self) -> bool:
+        controller = self.controller
+        return needs_protection(
+            n_packets=controller.n_packets, n_packets_at_loss=controller.n_packets_at_loss, is_congested=False
+        )
 
     def has_near_deadline(self, now: float) -> bool:
         """True while the pacer, a copy or a packet that seems lost waits, and before the handshake is done.

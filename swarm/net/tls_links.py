@@ -1,7 +1,7 @@
 """Opens and accepts TLS links: contexts, the listener beside an endpoint's UDP port, and dialling. Who may is decided here.
 
-A server accepts a link only of a node that has a QUIC connection with it already: so this door lets nobody in who is not in, and
-needs no admission of its own beyond a bound on handshakes.
+A server accepts a link only of a node that has a QUIC connection with it already, and begins the handshake only with that node's
+host: this door lets nobody in who is not in.
 
 On one host a Unix socket in Linux's abstract namespace serves as well, named after the node: no file, no cleaning up.
 """
@@ -9,15 +9,15 @@ On one host a Unix socket in Linux's abstract namespace serves as well, named af
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
+import socket
 import ssl
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -37,6 +37,7 @@ from swarm.wire import session as s
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 4.0  # as a dial over QUIC
+MAX_HANDSHAKES = 32  # under way; more are turned away. Guessed: as the endpoint's half-open connections
 MAX_LINKS = 1024  # accepted and not gone, greetings or not; guessed: a quarter of the endpoint's connections
 _SERVES: tuple[type[m.Request], ...] = (m.Dispatch,)  # what is large or rare goes over QUIC
 
@@ -102,46 +103,86 @@ def unix_name(node: NodeId) -> str:
 
 
 class TlsListener:
-    """Accepts links for an endpoint. Use as `async with TlsListener(endpoint) as listener`."""
+    """Accepts links for an endpoint. Use as `async with TlsListener(endpoint, host=...) as listener`.
+
+    A handshake costs a millisecond, so it is begun only with hosts that have a QUIC connection open, and with few at once.
+    """
 
     def __init__(self, endpoint: Endpoint, *, host: str) -> None:
-        """`host`: where to listen; the port is the endpoint's, or another if that is taken (`port` tells)."""
+        """`host`: where to listen. The TCP port has the number of the endpoint's UDP port: nobody needs to be told."""
         self._endpoint = endpoint
         self._host = host
+        self._context = server_context(endpoint.identity)
         self._links: set[TlsLink] = set()
-        self._servers: list[asyncio.Server] = []
-        self.port = 0  # of TCP; 0: there is none
+        self._sockets: list[socket.socket] = []
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self.port = 0  # of TCP; 0: it was taken
+        self.n_refused = 0  # strangers, and who came while too many shook hands
 
     async def __aenter__(self) -> Self:
-        context, loop = server_context(self._endpoint.identity), asyncio.get_running_loop()
-        for port in (self._endpoint.port, 0):
-            try:
-                server = await loop.create_server(
-                    self._accept, self._host, port, ssl=context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
-                )
-            except OSError as error:
-                logger.debug("no TLS links on port %d: %s", port, error)
-                continue
-            self._servers.append(server)
-            self.port = int(server.sockets[0].getsockname()[1])
-            break
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        port = self._endpoint.port
+        if self._listen(family, (self._host, port)):
+            self.port = port
+        else:
+            logger.warning("TCP port %d is taken: no TLS links but from this host", port)
         if sys.platform == "linux":
-            with contextlib.suppress(OSError):  # another process of this key
-                self._servers.append(
-                    await loop.create_unix_server(
-                        self._accept,
-                        unix_name(self._endpoint.identity.node_id),
-                        ssl=context,
-                        ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
-                    )
-                )
+            self._listen(socket.AF_UNIX, unix_name(self._endpoint.identity.node_id))
         return self
 
     async def __aexit__(self, *exception: object) -> None:
-        for server in self._servers:
-            server.close()
+        for each in self._sockets:
+            asyncio.get_running_loop().remove_reader(each)
+            each.close()
+        self._sockets.clear()
+        tasks = list(self._handshakes)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for link in list(self._links):
             link.close()
+
+    def _listen(self, family: socket.AddressFamily, address: Any) -> bool:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            listening.setblocking(False)
+            if family is not socket.AF_UNIX:
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(MAX_HANDSHAKES)
+        except OSError as error:
+            logger.debug("cannot listen for TLS links at %r: %s", address, error)
+            listening.close()
+            return False
+        self._sockets.append(listening)
+        asyncio.get_running_loop().add_reader(listening, self._on_readable, listening)
+        return True
+
+    def _on_readable(self, listening: socket.socket) -> None:
+        for _ in range(MAX_HANDSHAKES):
+            try:
+                accepted, address = listening.accept()
+            except OSError:  # nobody is left, or went away, or there are no more files
+                return
+            is_here = listening.family is socket.AF_UNIX
+            if len(self._handshakes) >= MAX_HANDSHAKES or not (is_here or self._endpoint.is_connected_host(address[0])):
+                self.n_refused += 1
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted), name="tls handshake")
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.connect_accepted_socket(
+                self._accept, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+            )
+        except OSError as error:  # ssl.SSLError and a handshake that takes too long are such
+            logger.debug("a TLS handshake failed: %s", error)
+            accepted.close()
 
     @property
     def n_links(self) -> int:
@@ -150,36 +191,40 @@ class TlsListener:
 
     def _accept(self) -> TlsLink:
         endpoint = self._endpoint
-        link = TlsLink(
-            lambda: s.Session(
+
+        def make_session() -> s.Session:  # once TLS is done: of handshakes that fail nothing is kept
+            self._links.add(link)
+            if len(self._links) > MAX_LINKS:
+                raise ConnectionLost("no room for another link")
+            return s.Session(
                 endpoint.identity,
                 is_client=False,
                 now=clock(),
                 nonce=os.urandom(32),
                 serves=_SERVES,
                 request_budget=endpoint.request_budget,
-            ),
+            )
+
+        link = TlsLink(
+            make_session,
             on_request=self._on_request,
             on_cancel=self._on_cancel,
             on_open=lambda link: endpoint.is_connected(link.remote),
             on_gone=self._on_gone,
         )
-        self._links.add(link)
-        if len(self._links) > MAX_LINKS:
-            link.close(ConnectionLost("no room for another link"))
         return link
 
-    # The endpoint needs of whoever asks only what both kinds of link have.
+    # Serving needs of whoever asks only what both kinds of link have: `respond`, `remote`, `close`.
 
     def _on_request(self, link: TlsLink, exchange: int, request: m.Request) -> None:
-        self._endpoint._on_request(cast(Connection, link), exchange, request)
+        self._endpoint.serving.begin(cast(Connection, link), exchange, request)
 
     def _on_cancel(self, link: TlsLink, exchange: int) -> None:
-        self._endpoint._on_cancel(cast(Connection, link), exchange)
+        self._endpoint.serving.cancel(cast(Connection, link), exchange)
 
     def _on_gone(self, link: TlsLink) -> None:
         self._links.discard(link)
-        self._endpoint._answers.forget(cast(Connection, link))
+        self._endpoint.serving.forget(cast(Connection, link))
 
 
 async def dial_tls(

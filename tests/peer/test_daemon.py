@@ -18,7 +18,8 @@ import pytest
 from peer import auto, daemon, fetch
 from peer.auto import AutoExperts
 from peer.compute import MAX_LINE, ComputeStats
-from peer.daemon import PeerConfig, PeerDaemon, PeerReady, Progress
+from peer.config import PeerConfig, PeerReady, Progress
+from peer.daemon import PeerDaemon
 from swarm.errors import (
     ExpertsNotHeld,
     IntegrityError,
@@ -535,7 +536,7 @@ async def test_what_a_former_slice_never_answers_ends_with_it(
     small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(daemon, "ANSWERED_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(daemon, "LINGER_S", 0.01)
+    monkeypatch.setattr("peer.slice.LOOK_S", 0.01)
     may_end = threading.Event()
     really_run = ExpertExecutor.run
 

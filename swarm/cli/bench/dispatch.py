@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
@@ -32,6 +33,13 @@ from swarm.cli.runtime import ProgressBars, run_async
 from swarm.wire.rows import parse_wire
 
 
+class LinkKind(StrEnum):
+    """What carries dispatches."""
+
+    QUIC = "quic"
+    AUTO = "auto"
+
+
 def dispatch(
     rtt: RttOption = "0ms",
     jitter: JitterOption = "0ms",
@@ -51,6 +59,9 @@ def dispatch(
         bool,
         typer.Option("--serial", help="Ask the peers one after the other too; only tokens that need every peer."),
     ] = False,
+    link: Annotated[
+        LinkKind, typer.Option("--link", help="quic alone, or auto: TLS links beside it on short, clean paths.")
+    ] = LinkKind.QUIC,
     threads: InProcessThreadsOption = None,
     record: RecordOption = None,
     as_json: JsonOption = False,
@@ -69,6 +80,7 @@ def dispatch(
         n_dispatches=dispatches,
         seed=seed,
         compares_serial=serial,
+        link=link.value,
     )
     model = synthetic_file(options.model)
     if peers == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from swarm.identity import Identity
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.tls_link import N_STRIKES, TlsLink
-from swarm.net.tls_links import TlsListener, client_context, dial_tls, unix_name
+from swarm.net.tls_links import MAX_HANDSHAKES, TlsListener, client_context, dial_tls, unix_name
 from swarm.net.tls_records import RecordKind, encode_record
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
@@ -83,9 +83,14 @@ async def world(handler: Handler, *, connects: bool = True) -> AsyncIterator[Wor
         if not connects:
             connection.close()
             await connection.wait_gone()
-            while server.is_connected(CLIENT.node_id):
-                await asyncio.sleep(0.01)
+            await until(lambda: not server.is_connected(CLIENT.node_id))
         yield World(server, listener, client, connection)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not is_so():  # noqa: ASYNC110  # nobody tells
+            await asyncio.sleep(0.01)
 
 
 def value(answer: m.Response) -> float:
@@ -126,12 +131,16 @@ async def test_another_node_at_the_address_is_not_trusted() -> None:
             await dial_tls(CLIENT, w.address, expected=OTHER.node_id)
 
 
+async def dial_and_ask(w: World) -> m.Response:
+    link = await w.dial()
+    return await link.request(dispatch(), timeout_s=TIMEOUT_S)
+
+
 async def test_who_has_no_quic_connection_is_not_let_in() -> None:
     handler = Handler()
     async with world(handler, connects=False) as w:
         with pytest.raises(NetworkError):
-            link = await w.dial()
-            await link.request(dispatch(), timeout_s=TIMEOUT_S)
+            await dial_and_ask(w)
         assert handler.n_asked == 0
 
 
@@ -178,16 +187,15 @@ async def test_a_link_that_ends_in_mid_request_loses_nothing() -> None:
 
         answers = [link.start(dispatch(), timeout_s=TIMEOUT_S, retry=again) for _ in range(3)]
         alone = link.start(dispatch(), timeout_s=TIMEOUT_S)
-        while handler.n_asked < 4:
-            await asyncio.sleep(0.01)
+        await until(lambda: handler.n_asked == 4)
         assert link._transport is not None
         link._transport.abort()
         with pytest.raises(ConnectionLost):
             await alone
+        await until(lambda: handler.n_cancelled == 4)  # the server does not go on with what nobody waits for
         handler.gate.set()
         assert [value(answer) for answer in await asyncio.gather(*answers)] == [1.0] * 3
         assert link.n_retried == 3
-        assert handler.n_cancelled == 4, "the server does not go on with what nobody waits for"
         with pytest.raises(ConnectionLost):
             link.start(dispatch(), timeout_s=TIMEOUT_S)
 
@@ -221,11 +229,9 @@ async def test_a_request_that_is_given_up_is_given_up_at_the_server() -> None:
         link = await w.dial()
         handler.gate.clear()
         answer = link.start(dispatch(), timeout_s=TIMEOUT_S)
-        while not handler.n_asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: handler.n_asked == 1)
         answer.cancel()
-        while not handler.n_cancelled:
-            await asyncio.sleep(0.01)
+        await until(lambda: handler.n_cancelled == 1)
         assert link.is_open
         link.close()
 
@@ -237,3 +243,29 @@ async def test_an_answer_that_nobody_asked_for_ends_the_link() -> None:
         assert not link.is_open
         with pytest.raises(RemoteProtocolError):
             link.start(dispatch(), timeout_s=TIMEOUT_S)
+
+
+async def test_a_host_without_a_quic_connection_does_not_even_get_a_handshake() -> None:
+    async with world(Handler(), connects=False) as w:
+        reader, writer = await asyncio.open_connection(*w.address)
+        async with asyncio.timeout(TIMEOUT_S):
+            assert await reader.read(1) == b""
+        writer.close()
+        assert w.listener.n_refused == 1
+        assert w.listener.n_links == 0
+
+
+async def test_hosts_that_never_finish_their_handshakes_are_bounded_and_given_up_at_the_end() -> None:
+    async with world(Handler()) as w:
+        writers = []
+        for _ in range(MAX_HANDSHAKES + 5):
+            _, writer = await asyncio.open_connection(*w.address)
+            writers.append(writer)
+        await until(lambda: w.listener.n_refused == 5)
+        assert len(w.listener._handshakes) == MAX_HANDSHAKES
+        for writer in writers:
+            writer.close()
+        await until(lambda: not w.listener._handshakes)
+        link = await w.dial()
+        assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+        link.close()

@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 
 from peer import compute, fetch
-from peer.daemon import PeerConfig, PeerDaemon, PeerReady
+from peer.config import PeerConfig, PeerReady
+from peer.daemon import PeerDaemon
 from relay.daemon import RelayConfig, RelayDaemon, RelayReady
 from swarm.backbone.share import SERVES, ModelShare
 from swarm.errors import ConnectionLost, IntegrityError, NetworkError, RemoteProtocolError, RemoteRefused, SwarmError

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import peer.daemon
 import swarm.cli.join as join_module
 from peer.auto import AutoExperts
-from peer.daemon import PeerConfig, PeerReady
+from peer.config import PeerConfig, PeerReady
 from swarm import identity
 from swarm.cli.join import join
 from swarm.errors import UserError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
@@ -32,7 +33,9 @@ from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.model.spec import ModelSpec
 from swarm.net.endpoint import Endpoint
+from swarm.net.fast_links import FastLinks
 from swarm.net.pool import Pool
+from swarm.net.readiness import Readiness
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec, Wire, WireForm, encode_rows
@@ -973,6 +976,24 @@ def test_own_experts_that_fail_leave_a_slow_peers_answer_to_count(failure: Excep
     virtual_time.run(main())
 
 
+def test_peers_asked_in_turn_take_as_long_as_all_together_and_say_the_same() -> None:
+    async def main() -> None:
+        async with star() as it:
+            for node in (A, B, C):
+                it.peers[node].latency_s = 0.1
+            x, ids, weights = choice(20)
+            began = now()
+            out = await it.dispatcher.dispatch(1, x, ids, weights)
+            at_once = now() - began
+            it.dispatcher.asks_in_turn = True
+            began = now()
+            assert (await it.dispatcher.dispatch(1, x, ids, weights)).tobytes() == out.tobytes()
+            assert at_once < 0.15
+            assert now() - began > 0.29
+
+    virtual_time.run(main())
+
+
 # Experts that are kept here
 
 
@@ -1101,5 +1122,101 @@ def test_a_failed_layer_is_not_counted() -> None:
             await fails(it)
             assert it.dispatcher.stats.n_assignments == 0
             assert it.dispatcher.stats.assignments == {}
+
+    virtual_time.run(main())
+
+
+# Links and readiness
+
+
+class FakeReadiness:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, object]] = []
+
+    def began(self, exchange: object = None) -> None:
+        self.told.append(("began", exchange))
+
+    def ended(self, exchange: object = None, *, is_measured: bool = True) -> None:
+        self.told.append(("ended", (exchange, is_measured)))
+
+
+def test_the_waits_of_decoded_tokens_are_told_of_with_an_exchange_of_their_kind() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            readiness = FakeReadiness()
+            it.dispatcher.readiness = cast(Readiness, readiness)
+            await it.dispatcher.dispatch(2, *choice(3))
+            assert readiness.told == [], "a prompt's are not"
+            await it.dispatcher.dispatch(2, *choice(1))
+            (began, _), (ended, (exchange, is_measured)) = readiness.told
+            assert (began, ended, is_measured) == ("began", "ended", True)
+            request, answer = exchange
+            assert isinstance(request, m.Dispatch)
+            assert isinstance(answer, m.Result)
+            assert answer.rows.shape == request.rows.shape == (1, D)
+
+    virtual_time.run(main())
+
+
+def test_a_failed_wait_is_told_of_as_one_that_teaches_nothing() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            readiness = FakeReadiness()
+            it.dispatcher.readiness = cast(Readiness, readiness)
+            for peer in it.peers.values():
+                peer.refusal = m.ErrorCode.INTERNAL
+            with pytest.raises(ExpertUnavailable):
+                await it.dispatcher.dispatch(2, *choice(1))
+            assert readiness.told == [("began", None), ("ended", (None, False))]
+
+    virtual_time.run(main())
+
+
+def test_going_through_a_token_again_asks_nobody_and_changes_nothing() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            it.dispatcher.readiness = cast(Readiness, FakeReadiness())
+            it.dispatcher.rehearse(m.GetStatus())  # nothing has been dispatched yet
+            token = choice(1)
+            first = await it.dispatcher.dispatch(2, *token)
+            it.seen.clear()
+            stats = copy.deepcopy(it.dispatcher.stats)
+            it.dispatcher.rehearse(m.GetStatus())
+            assert it.seen == []
+            assert it.dispatcher.stats == stats
+            assert (await it.dispatcher.dispatch(2, *token)).tobytes() == first.tobytes()
+
+    virtual_time.run(main())
+
+
+class FakeLinks:
+    """A link to one node, which ends at a time of the test's choice."""
+
+    def __init__(self, node: NodeId, *, is_over: bool) -> None:
+        self.node, self.is_over, self.n_started = node, is_over, 0
+
+    def best(self, node: NodeId, connection: object) -> FakeLinks | None:
+        return self if node == self.node else None
+
+    def start(self, message: m.Request, *, retry: Callable[[], asyncio.Future[m.Response]], **_: object) -> object:
+        self.n_started += 1
+        if self.is_over:
+            raise ConnectionLost("it has just ended")
+        return retry()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_a_dispatch_goes_over_the_link_there_is_and_over_quic_where_that_has_just_ended(is_over: bool) -> None:
+    async def main() -> None:
+        async with star(EXACT) as it:
+            links = FakeLinks(B, is_over=is_over)
+            it.dispatcher.links = cast(FastLinks, links)
+            x, ids, weights = choice(9)
+            out = await it.dispatcher.dispatch(1, x, ids, weights)
+            assert out.tobytes() == in_llama_order(1, x, ids, weights).tobytes()
+            assert links.n_started == 1
+            assert sorted(node.raw for node, _ in it.seen) == sorted(node.raw for node in (A, B, C))
 
     virtual_time.run(main())

@@ -1,0 +1,123 @@
+"""The TLS links of a backbone: opened beside its QUIC connections where `link_choice` wants them, closed where not any more.
+
+The link is dialled at the address that the QUIC connection uses, on the TCP port of the same number; on this host, at the node's
+Unix socket first. A path that changes under QUIC closes the link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.errors import NetworkError, RemoteProtocolError
+from swarm.identity import Identity
+from swarm.ids import NodeId
+from swarm.ip import plain_ip
+from swarm.net.addresses import SocketAddress
+from swarm.net.connection import Connection, clock
+from swarm.net.link_choice import LinkChoice, PathFacts
+from swarm.net.paths import Path
+from swarm.net.tls_link import TlsLink
+from swarm.net.tls_links import dial_tls, unix_name
+
+logger = logging.getLogger(__name__)
+
+MAX_LINKS = 256  # as many as a backbone has peers (dispatch/holders)
+CHECK_S = 0.25  # how often a path is looked at, at most; guessed
+
+
+@dataclass(slots=True)
+class _Place:
+    choice: LinkChoice = field(default_factory=LinkChoice)
+    link: TlsLink | None = None
+    path: Path | None = None  # of the connection when the link was opened
+    opening: asyncio.Task[None] | None = None
+    looked_at: float = 0.0
+
+
+class FastLinks:
+    """Use `best` for each dispatch; `close` at the end."""
+
+    def __init__(self, identity: Identity, *, now: Callable[[], float] = clock) -> None:
+        self._identity = identity
+        self._now = now
+        self._places: dict[NodeId, _Place] = {}
+        self._is_closed = False
+
+    @property
+    def n_open(self) -> int:
+        """Links that can be used now."""
+        return sum(place.link is not None and place.link.is_open for place in self._places.values())
+
+    def best(self, node: NodeId, connection: Connection) -> TlsLink | None:
+        """Return the link to use for a dispatch to `node`; None: the connection itself. May begin to open one."""
+        place = self._places.get(node)
+        if place is None:
+            if len(self._places) >= MAX_LINKS or self._is_closed:
+                return None
+            place = self._places[node] = _Place()
+        now = self._now()
+        if now >= place.looked_at + CHECK_S:
+            place.looked_at = now
+            self._look(node, place, connection, now)
+        link = place.link
+        return link if link is not None and link.is_open else None
+
+    async def close(self) -> None:
+        """Close all links, and give up those that are being opened."""
+        self._is_closed = True
+        tasks = [place.opening for place in self._places.values() if place.opening is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for place in self._places.values():
+            if place.link is not None:
+                place.link.close()
+        self._places.clear()
+
+    def _look(self, node: NodeId, place: _Place, connection: Connection, now: float) -> None:
+        facts = PathFacts(
+            rtt_s=connection.rtt_s, is_relayed=connection.path.is_relayed, is_lossy=connection.driver.is_lossy()
+        )
+        wants = place.choice.wants(facts, now)
+        link = place.link
+        if link is not None and (not wants or place.path != connection.path):
+            logger.debug("the TLS link with node %s is not wanted any more", node.short)
+            place.link = None
+            place.choice.closed()
+            link.close()
+        elif wants and link is None and place.opening is None and not self._is_closed:
+            place.opening = asyncio.create_task(self._open(node, place, connection.path), name=f"tls link {node.short}")
+
+    async def _open(self, node: NodeId, place: _Place, path: Path) -> None:
+        on_gone = functools.partial(self._on_gone, node)
+        try:
+            place.link = await _dial(self._identity, node, path, on_gone)
+            place.path = path
+            place.choice.opened(self._now())
+            logger.debug("a TLS link with node %s is open", node.short)
+        except (NetworkError, RemoteProtocolError) as error:
+            logger.debug("no TLS link with node %s: %s", node.short, error)
+            place.choice.failed(self._now())
+        finally:
+            place.opening = None
+
+    def _on_gone(self, node: NodeId, link: TlsLink) -> None:
+        place = self._places.get(node)
+        if place is not None and place.link is link:
+            place.link = None
+            place.choice.failed(self._now())
+
+
+async def _dial(identity: Identity, node: NodeId, path: Path, on_gone: Callable[[TlsLink], None]) -> TlsLink:
+    host, port = str(plain_ip(path.address[0])), path.address[1]
+    if plain_ip(host).is_loopback:
+        try:
+            return await dial_tls(identity, unix_name(node), expected=node, on_gone=on_gone)
+        except NetworkError:
+            pass  # not Linux, or an address that is passed on to another host
+    address: SocketAddress = (host, port)
+    return await dial_tls(identity, address, expected=node, on_gone=on_gone)

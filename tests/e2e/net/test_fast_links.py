@@ -1,0 +1,121 @@
+"""TLS links beside QUIC connections over real sockets: opened where they are wanted, and never a reason for a lost answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+
+import pytest
+
+from swarm.net.connection import Connection
+from swarm.net.fast_links import FastLinks
+from swarm.net.tls_link import TlsLink
+from swarm.wire import messages as m
+from tests.e2e.net.test_tls_links import CLIENT, SERVER, TIMEOUT_S, Handler, World, dispatch, until, value, world
+
+N_CUTS = 20
+
+
+class Clock:
+    """Moves by itself; `skip` lets a retry's time pass."""
+
+    def __init__(self) -> None:
+        self.skipped_s = 0.0
+
+    def __call__(self) -> float:
+        return asyncio.get_running_loop().time() + self.skipped_s
+
+
+@contextlib.asynccontextmanager
+async def fast_links(clock: Clock) -> AsyncIterator[FastLinks]:
+    links = FastLinks(CLIENT, now=clock)
+    try:
+        yield links
+    finally:
+        await links.close()
+
+
+async def opened(links: FastLinks, w: World, clock: Clock) -> TlsLink:
+    """Return the link, once it is there."""
+    clock.skipped_s += 1000.0  # whatever failed before
+    await until(lambda: links.best(SERVER.node_id, w.connection) is not None)
+    link = links.best(SERVER.node_id, w.connection)
+    assert link is not None
+    return link
+
+
+def ask(links: FastLinks, connection: Connection) -> asyncio.Future[m.Response]:
+    """Ask as the dispatcher does."""
+    again = functools.partial(connection.start, dispatch(), timeout_s=TIMEOUT_S)
+    link = links.best(SERVER.node_id, connection)
+    return again() if link is None else link.start(dispatch(), timeout_s=TIMEOUT_S, retry=again)
+
+
+async def test_until_a_link_is_open_dispatches_go_over_quic() -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        assert value(await ask(links, w.connection)) == 1.0
+        link = await opened(links, w, clock)
+        sent = link.bytes_sent
+        assert value(await ask(links, w.connection)) == 1.0
+        assert link.bytes_sent > sent
+        assert w.listener.n_links == 1
+
+
+async def test_a_link_that_is_cut_twenty_times_in_mid_request_loses_no_answer() -> None:
+    handler, clock = Handler(), Clock()
+    async with world(handler) as w, fast_links(clock) as links:
+        for n in range(N_CUTS):
+            link = await opened(links, w, clock)
+            handler.gate.clear()
+            before = handler.n_asked
+            answer = ask(links, w.connection)
+            await until(lambda before=before: handler.n_asked > before)  # type: ignore[misc]
+            assert link._transport is not None
+            (link._transport.abort if n % 2 else link.close)()
+            handler.gate.set()
+            began = asyncio.get_running_loop().time()
+            assert value(await answer) == 1.0
+            assert asyncio.get_running_loop().time() - began < 5 * 0.2
+            assert links.best(SERVER.node_id, w.connection) is None, "it is left alone for a while"
+
+
+@pytest.mark.parametrize("why", ["lossy", "long", "relayed"])
+async def test_a_path_that_is_no_longer_short_and_clean_closes_it(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        link = await opened(links, w, clock)
+        if why == "lossy":
+            monkeypatch.setattr(w.connection.driver, "is_lossy", lambda: True)
+        elif why == "long":
+            monkeypatch.setattr(w.connection, "rtt_s", 0.05)
+        else:
+            monkeypatch.setattr(type(w.connection.path), "is_relayed", property(lambda path: True))
+        clock.skipped_s += 1.0
+        assert links.best(SERVER.node_id, w.connection) is None
+        assert not link.is_open
+        assert value(await ask(links, w.connection)) == 1.0
+
+
+async def test_a_node_without_a_listener_is_reached_over_quic_alone() -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        await w.listener.__aexit__(None, None, None)
+        clock.skipped_s += 1000.0
+        assert links.best(SERVER.node_id, w.connection) is None
+        place = links._places[SERVER.node_id]
+        await until(lambda: place.opening is None)
+        assert value(await ask(links, w.connection)) == 1.0
+        assert links.n_open == 0
+
+
+async def test_links_that_are_being_opened_are_given_up_at_the_end() -> None:
+    async with world(Handler()) as w:
+        links = FastLinks(CLIENT)
+        await until(lambda: w.connection.rtt_s is not None)
+        links.best(SERVER.node_id, w.connection)
+        await links.close()
+        assert links.best(SERVER.node_id, w.connection) is None
+        assert links.n_open == 0

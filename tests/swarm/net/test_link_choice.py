@@ -1,0 +1,55 @@
+"""When a TLS link is opened beside QUIC, kept, and left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarm.net import link_choice as c
+from swarm.net.link_choice import LinkChoice, PathFacts
+
+
+def facts(rtt_s: float | None = 0.001, *, is_relayed: bool = False, is_lossy: bool = False) -> PathFacts:
+    return PathFacts(rtt_s=rtt_s, is_relayed=is_relayed, is_lossy=is_lossy)
+
+
+def test_a_short_clean_direct_path_gets_one() -> None:
+    assert LinkChoice().wants(facts(), 0.0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [facts(None), facts(0.03), facts(is_relayed=True), facts(is_lossy=True)],
+    ids=["unknown", "long", "relayed", "lossy"],
+)
+def test_any_other_path_gets_none(other: PathFacts) -> None:
+    assert not LinkChoice().wants(other, 0.0)
+
+
+def test_an_open_one_is_kept_where_a_new_one_would_not_be_opened() -> None:
+    between = facts((c.MAX_RTT_S + c.KEEP_RTT_S) / 2)
+    choice = LinkChoice()
+    assert not choice.wants(between, 0.0)
+    choice.opened(0.0)
+    assert choice.wants(between, 1.0)
+    assert not choice.wants(facts(2 * c.KEEP_RTT_S), 1.0)
+    assert not choice.wants(facts(is_lossy=True), 1.0)
+    choice.closed()
+    assert not choice.wants(between, 2.0)
+
+
+def test_after_failures_it_is_tried_less_and_less_often_and_anew_after_a_long_life() -> None:
+    choice, now = LinkChoice(), 0.0
+    waits = []
+    for _ in range(9):
+        choice.failed(now)
+        began = now
+        while not choice.wants(facts(), now):
+            now += 1.0
+        waits.append(now - began)
+    assert waits[:3] == [c.FIRST_RETRY_S, 2 * c.FIRST_RETRY_S, 4 * c.FIRST_RETRY_S]
+    assert waits[-1] == c.LONGEST_RETRY_S
+    choice.opened(now)
+    now += c.FORGIVEN_AFTER_S
+    choice.failed(now)
+    assert not choice.wants(facts(), now + c.FIRST_RETRY_S - 1)
+    assert choice.wants(facts(), now + c.FIRST_RETRY_S)
