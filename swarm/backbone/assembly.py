@@ -341,7 +341,11 @@ async def _cancelled_at_exit() -> AsyncIterator[asyncio.TaskGroup]:
             except Exception as error:
                 failure = error  # raised below, as it is: the task group would wrap it
             finally:
-                tasks.create_task(end())
+                ending = end()
+                try:
+                    tasks.create_task(ending)
+                except RuntimeError:  # a task has failed, so the group is ending by itself: its error is what to tell
+                    ending.close()
     except* _Done:
         pass
     if failure is not None:

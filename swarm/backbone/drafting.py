@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from swarm.backbone.engine import Engine
-from swarm.backbone.local_drafts import LocalDrafter
+from swarm.backbone.local_drafts import LocalDrafter, Memory
 from swarm.backbone.local_experts import LocalExperts
 from swarm.backbone.model_drafts import DraftModel
 from swarm.speculation.confidence import Confidence
@@ -44,6 +44,7 @@ class Drafting:
         self._has_ngram = has_ngram
         self._now = now
         self._confidence = Confidence()  # of local experts
+        self._memories: weakref.WeakKeyDictionary[Engine, Memory] = weakref.WeakKeyDictionary()
         self._experience: weakref.WeakKeyDictionary[Engine, Experience] = weakref.WeakKeyDictionary()
 
     def __call__(self, engine: Engine, sequence: int) -> Controller:
@@ -52,7 +53,8 @@ class Drafting:
         if self._has_ngram:
             sources.append(Source("ngram", NgramDrafter(), is_free=True))
         if self._local is not None:
-            drafter = LocalDrafter(engine, sequence, self._local, confidence=self._confidence)
+            memory = self._memories.setdefault(engine, Memory())
+            drafter = LocalDrafter(engine, sequence, self._local, confidence=self._confidence, memory=memory)
             sources.append(Source("local", drafter))
         if self._model is not None:
             sources.append(Source("model", self._model.drafter(engine, sequence)))

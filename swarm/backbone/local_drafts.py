@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from swarm.backbone.engine import Engine
 from swarm.backbone.local_experts import DraftExperts, LocalExperts
-from swarm.errors import SwarmError
+from swarm.errors import EngineError, SwarmError
 from swarm.speculation.confidence import Confidence
 
 logger = logging.getLogger(__name__)
@@ -25,11 +26,21 @@ logger = logging.getLogger(__name__)
 LEAST_REACH = 0.1  # until the controller says otherwise; guessed: right for steps of half a second
 
 
+@dataclass(slots=True)
+class Memory:
+    """What is known of an engine's KV cache.
+
+    Attributes:
+        can_forget: a part of a sequence; None: not tried yet. A recurrent memory cannot, and gets no drafts.
+    """
+
+    can_forget: bool | None = None
+
+
 class LocalDrafter:
     """A `Drafter` of one sequence of one engine; it works on the engine's thread.
 
     Attributes:
-        is_usable: False once the model's memory turned out unable to take back a draft.
         least_reach: a token is drafted while it and those before it are together at least so likely.
     """
 
@@ -40,15 +51,16 @@ class LocalDrafter:
         local: LocalExperts,
         *,
         confidence: Confidence | None = None,
+        memory: Memory | None = None,
         least_reach: float = LEAST_REACH,
     ) -> None:
-        self.is_usable = True
+        """`confidence`, `memory`: of all drafters of this kind, and of this engine."""
         self.least_reach = least_reach
         self._engine = engine
         self._sequence = sequence
         self._local = local
         self._experts = DraftExperts(local)
-        self._can_forget = False  # not known yet
+        self._memory = memory if memory is not None else Memory()
         self._confidence = confidence if confidence is not None else Confidence()
         self._latest: tuple[int, list[int], list[float]] = (
             0,
@@ -62,14 +74,14 @@ class LocalDrafter:
         The KV cache must hold all of `tokens` but the last, and does so again afterwards.
 
         Raises:
-            SwarmError: the cache could not be put back.
+            EngineError: the cache could not be put back; the sequence is lost.
         """
         self._learn(tokens)
         context, at = self._engine.context, len(tokens) - 1
         n = min(n, context.n_ctx - len(tokens))
-        if n < 1 or not self.is_usable or not self._local.can_draft:
+        if n < 1 or self._memory.can_forget is False or not self._local.can_draft:
             return []
-        state = None if self._can_forget else context.save(self._sequence)
+        state = context.save(self._sequence) if self._memory.can_forget is None else None
         drafts: list[int] = []
         probabilities: list[float] = []
         try:
@@ -88,7 +100,7 @@ class LocalDrafter:
             drafts = []
         self._latest = len(tokens), drafts, probabilities[: len(drafts)]
         self._put_back(at, state)
-        return drafts if self.is_usable else []
+        return drafts if self._memory.can_forget else []
 
     def _learn(self, tokens: Sequence[int]) -> None:
         """Learn from what became of the latest draft."""
@@ -103,14 +115,13 @@ class LocalDrafter:
 
     def _put_back(self, at: int, state: npt.NDArray[np.uint8] | None) -> None:
         context = self._engine.context
-        if context.remove(self._sequence, at):
-            self._can_forget = True
+        self._memory.can_forget = context.remove(self._sequence, at)
+        if self._memory.can_forget:
             return
         logger.warning("this model's memory cannot take back a draft: local experts draft nothing")
-        self.is_usable = False
         context.remove(self._sequence, 0)
-        if state is not None:
-            context.restore(self._sequence, state)
+        if state is None or not context.restore(self._sequence, state):
+            raise EngineError("the memory of a sequence could not be put back after a draft")
 
 
 def _probability(row: npt.NDArray[np.float32], token: int) -> float:

@@ -7,6 +7,7 @@ With `compares_serial` each dispatch is followed by the same one in a serial cha
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import statistics
@@ -174,6 +175,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
     serial: list[float] = []
     echoes: list[float] = []
     sent = received = repaired = payload_out = payload_back = 0
+    own_cpu_s = peers_cpu_s = 0.0
     chain = _SerialChain(testbed)
     for i in range(N_WARM_UP + options.n_dispatches):
         x = rng.standard_normal((options.n_tokens, options.d_model), dtype=np.float32)
@@ -184,6 +186,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
             testbed.spans.clear()
             sent, received, repaired = endpoint.bytes_sent, endpoint.bytes_received, endpoint.repair_bytes
             payload_out, payload_back = dispatcher.stats.bytes_out, dispatcher.stats.bytes_back
+            own_cpu_s, peers_cpu_s = time.process_time(), _peers_cpu_s(testbed)
         started = time.perf_counter()
         await dispatcher.dispatch(0, x, ids, weights)
         if i >= N_WARM_UP:
@@ -198,6 +201,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
     repaired = endpoint.repair_bytes - repaired
     payload_out = dispatcher.stats.bytes_out - payload_out
     payload_back = dispatcher.stats.bytes_back - payload_back
+    own_cpu_s, peers_cpu_s = time.process_time() - own_cpu_s, _peers_cpu_s(testbed) - peers_cpu_s
     spans = list(testbed.spans)
     for _ in range(min(options.n_dispatches, 30)):
         echoes.append(await _echo(testbed))
@@ -229,6 +233,8 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
         "p95_s": p95,
         "p99_s": p99,
         "overhead_p50_s": p50 - rtt_s - compute_s,
+        "cpu_per_dispatch_s": own_cpu_s / len(seconds),
+        "peers_cpu_per_dispatch_s": peers_cpu_s / len(seconds) if peers_cpu_s else None,
         "stages_s": {
             "plan": statistics.median((s.planned_ns - s.began_ns) / 1e9 for s in spans),
             "trip": statistics.median((s.returned_ns - s.planned_ns) / 1e9 for s in spans),
@@ -245,6 +251,16 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
             "serial_over_star": statistics.median(one / star for one, star in zip(serial, seconds, strict=True)),
         }
     return figures
+
+
+def _peers_cpu_s(testbed: Testbed) -> float:
+    """Return the processor time that all peers have taken so far, by the scheduler's own count; 0 where it has none."""
+    n_ns = 0
+    for peer in testbed.swarm.peers:
+        for task in Path(f"/proc/{peer.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(OSError):  # a thread that has just ended
+                n_ns += int(task.read_text().split()[0])
+    return n_ns / 1e9
 
 
 class _SerialChain:

@@ -22,6 +22,7 @@ from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.registry.announcer import RENEW_S, TTL_S
 from swarm.registry.contacts import SUSPECT_S
+from swarm.registry.digests import member_tag
 from swarm.registry.lookup import Reading, newest, writers
 from swarm.registry.membership import MEMBER_TTL_S
 from swarm.registry.node import CALL_TIMEOUT_S
@@ -35,7 +36,7 @@ from swarm.registry.records import (
     sign,
     verify,
 )
-from swarm.registry.replica import Call, Replica, member_tag
+from swarm.registry.replica import Call, Replica
 from swarm.registry.ring import EXPERTS_PER_BUCKET, Place, Ring, places_of
 from swarm.registry.view import MEMBERS_S
 from swarm.wire import messages as m

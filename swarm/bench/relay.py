@@ -43,7 +43,7 @@ from swarm.wire import messages as m
 PACKET_BYTES = 1200  # of QUIC's full packets
 FLIGHT_PACKETS = 10  # a dispatch of 12 KB
 WINDOW_PACKETS = 256  # under way at a time: keeps the relay busy and drops nothing
-STALL_S = 0.2  # without a packet: what is under way was dropped
+STALL_S = 2.0  # without a packet: what is under way was dropped, for even a busy machine runs the relay sooner
 WARM_S = 0.2
 MAX_FLIGHT_DELAY_S = 0.05
 REQUEST_TIMEOUT_S = 5.0

@@ -91,13 +91,19 @@ class Finding:
     Attributes:
         guilty: node -> why it is wrong.
         agreements, disputes: pairs of nodes that said the same of a part, or not.
-        suspects: at least one of these is wrong, and nothing else says which.
+        suspects: at least one of these is wrong, and nothing else says which. Without any of all these the answer was right after
+            all: asked for in float32 all say the same, and rounding had made more of a difference that devices may have.
     """
 
     guilty: dict[NodeId, str] = field(default_factory=dict)
     agreements: tuple[tuple[NodeId, NodeId], ...] = ()
     disputes: tuple[tuple[NodeId, NodeId], ...] = ()
     suspects: frozenset[NodeId] = frozenset()
+
+    @property
+    def clears(self) -> bool:
+        """Whether nobody is wrong."""
+        return not (self.guilty or self.disputes or self.suspects)
 
 
 def deviation(a: Rows, b: Rows) -> Deviation:
@@ -150,16 +156,19 @@ def judge(question: Question, parts: Sequence[Part], tolerance: float) -> Findin
         return None if found.error <= tolerance else found
 
     own = [(part, rows) for part in parts if (rows := _own(part)) is not None]
-    if len(own) == len(parts) and (found := differ(question.answer, as_answered(question, own))):
-        guilty[accused] = f"{_say(found)} from this machine's own computation"
-    elif all(part.accused is not None for part in parts):
-        repeated = as_answered(question, [(part, part.accused) for part in parts if part.accused is not None])
-        if found := differ(question.answer, repeated):
+    again = [(part, part.accused) for part in parts if part.accused is not None]
+    if len(again) == len(parts):
+        if found := differ(question.answer, as_answered(question, again)):
             guilty[accused] = f"{_say(found)} from what it said when it was asked again"
+    elif len(own) == len(parts) and (found := differ(question.answer, as_answered(question, own))):
+        guilty[accused] = f"{_say(found)} from this machine's own computation"
     for part in parts:
+        truth = _own(part)
+        said = part.accused if accused not in guilty else None
+        if said is not None and truth is not None and (found := differ(said, truth)):
+            guilty[accused] = f"{_say(found)} from this machine's own computation"
         if part.node == HERE or part.rows is None:
             continue
-        truth = _own(part)
         if truth is not None and (found := differ(part.rows, truth)):
             guilty[part.node] = f"{_say(found)} from this machine's own computation"
         elif part.again is not None and (found := differ(part.rows, part.again)):
@@ -169,13 +178,13 @@ def judge(question: Question, parts: Sequence[Part], tolerance: float) -> Findin
     disputes: list[tuple[NodeId, NodeId]] = []
     for part in parts:
         opinions = [(accused, part.accused), (part.node, part.rows), (part.third_node, part.third)]
-        said = [(node, rows) for node, rows in opinions if node not in (None, HERE, *guilty) and rows is not None]
-        pairs = [(a, b) for index, a in enumerate(said) for b in said[:index]]
+        voices = [(node, rows) for node, rows in opinions if node not in (None, HERE, *guilty) and rows is not None]
+        pairs = [(a, b) for index, a in enumerate(voices) for b in voices[:index]]
         same = [(a[0], b[0]) for a, b in pairs if differ(a[1], b[1]) is None]
         agreements += [(a, b) for a, b in same if a is not None and b is not None]
         others = [(a[0], b[0]) for a, b in pairs if (a[0], b[0]) not in same]
-        if len(said) == 3 and len(same) == 1:  # two against one
-            (odd,) = [node for node, _ in said if node not in same[0]]
+        if len(voices) == 3 and len(same) == 1:  # two against one
+            (odd,) = [node for node, _ in voices if node not in same[0]]
             assert odd is not None
             guilty[odd] = "two others say the same, and it does not"
         else:
@@ -183,7 +192,7 @@ def judge(question: Question, parts: Sequence[Part], tolerance: float) -> Findin
     disputes = [pair for pair in disputes if not guilty.keys() & set(pair)]
     agreements = [pair for pair in agreements if not guilty.keys() & set(pair)]
     suspects: frozenset[NodeId] = frozenset()
-    if not guilty and not disputes:
+    if not guilty and not disputes and len(again) < len(parts):
         suspects = frozenset([accused, *(part.node for part in parts)]) - {HERE}
     return Finding(guilty=guilty, agreements=tuple(agreements), disputes=tuple(disputes), suspects=suspects)
 

@@ -85,10 +85,10 @@ class Panel:
         return held, [placement.destinations[index] for index in indexes]
 
     def can_compare(self, a: NodeId, b: NodeId) -> bool:
-        """Return whether two peers in use hold an expert that both could be asked for."""
+        """Return whether two peers hold an expert that both could be asked for; of who is not in use now, nobody can say no."""
         placement = self._holders.placement
         if a not in placement.destinations or b not in placement.destinations:
-            return False
+            return True
         index_a, index_b = placement.destinations.index(a), placement.destinations.index(b)
         return bool((placement.holders[index_a] & placement.holders[index_b]).any())
 

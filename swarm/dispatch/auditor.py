@@ -121,6 +121,7 @@ class Auditor:
         self._open: Counter[NodeId] = Counter()  # sides of cases in which answers differ
         self._held: frozenset[NodeId] = frozenset()
         self._saving: asyncio.Task[None] | None = None
+        self._is_unsaved = False
         holders.is_barred = self.bars
         holders.recheck()
 
@@ -194,7 +195,7 @@ class Auditor:
             task.cancel()
         if self._under_way:
             await asyncio.wait(list(self._under_way))
-        if self._saving is not None:
+        while self._saving is not None:
             await asyncio.wait([self._saving])
         if self._records is not None and self._standing.peers:
             await asyncio.to_thread(save_standing, self._records, self._standing.to_json())
@@ -305,7 +306,6 @@ class Auditor:
             self._standing.passed(question.node, agreement(question, parts), self._wall_now())
             self._follow_suspects()
             return True
-        self.stats.n_disagreed += 1
         others = [part.node for part in parts if part.node != HERE]
         logger.info(
             "an answer of peer %s differs by %.1f %% (cosine %.4f) from that of %s",
@@ -319,12 +319,11 @@ class Auditor:
         self._follow_suspects()
         try:
             await self._ask_more(question, parts)
-            self._rule(question, parts)
+            return self._rule(question, parts)
         finally:
             self._open.subtract(sides)
             self._open = +self._open
             self._follow_suspects()
-        return False
 
     async def _ask_more(self, question: Question, parts: list[Part]) -> None:
         """Ask all sides again, and a third; who does not answer says nothing."""
@@ -345,12 +344,17 @@ class Auditor:
                 asked.append(ask(part.third_node, part, "third"))
         await asyncio.gather(*asked)
 
-    def _rule(self, question: Question, parts: list[Part]) -> None:
-        """Judge a case, and do what follows."""
+    def _rule(self, question: Question, parts: list[Part]) -> bool:
+        """Judge a case, and do what follows; return whether the answer was right after all."""
         sides = {question.node, *(node for part in parts for node in (part.node, part.third_node) if node is not None)}
         if any(self.is_caught(node) for node in sides):
-            return  # meanwhile, by another case: what it said here says nothing of the others
+            return False  # meanwhile, by another case: what it said here says nothing of the others
         finding = judge(question, parts, self.tolerance)
+        if finding.clears:
+            self.stats.n_passed += 1
+            self._standing.passed(question.node, finding, self._wall_now())
+            return True
+        self.stats.n_disagreed += 1
         former = self._standing.suspects
         guilty = self._standing.failed(
             finding, self._wall_now(), can_compare=self._panel.can_compare, network_of=self._panel.network_of
@@ -364,6 +368,7 @@ class Auditor:
                 "--last-resort` can tell)",
                 ", ".join(sorted(node.short for node in new)),
             )
+        return False
 
     async def _ask(self, node: NodeId, question: Question, part: Part) -> Rows:
         """Return what somebody says of a part of a question; raises SwarmError."""
@@ -423,11 +428,15 @@ class Auditor:
             self._replicas.refresh_soon()
 
     def _save_soon(self) -> None:
+        self._is_unsaved = self._records is not None
         if self._records is None or self._saving is not None:
-            return  # one is under way: `close` writes the rest
+            return  # one is under way: another follows it
+        self._is_unsaved = False
         plain = self._standing.to_json()
         self._saving = asyncio.get_running_loop().create_task(asyncio.to_thread(save_standing, self._records, plain))
         self._saving.add_done_callback(self._saved)
 
     def _saved(self, _: asyncio.Task[None]) -> None:
         self._saving = None
+        if self._is_unsaved:
+            self._save_soon()

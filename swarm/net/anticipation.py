@@ -7,7 +7,7 @@ just before, and 380 if that was a millisecond ago. So shortly before an answer 
 (`rehearsal`), and then the socket is watched without sleeping until it is there.
 
 Only where that is known to within a millisecond: not on a path with jitter, not while several wait at once, and not where
-waits are so short that the caches keep what they have.
+waits are so short that being awake would be most of them.
 
     began(now)  -> when to wake, or None
     window(now) -> until when to stay awake, or None
@@ -16,7 +16,7 @@ waits are so short that the caches keep what they have.
 
 from __future__ import annotations
 
-MIN_WAIT_S = 0.004  # shorter ones leave the caches warm; guessed from 380 us after one millisecond
+MIN_WAIT_S = 0.008  # of shorter ones more than a third would be spent awake; guessed
 MAX_DEVIATION_S = 0.001  # of what is expected: else most of the time awake is in vain
 LEAD_S = 0.0026  # to wake before: uvloop's timers move in whole milliseconds, and a rehearsal takes 0.6 ms (measured)
 LEAST_PATIENCE_S = (

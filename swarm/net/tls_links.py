@@ -170,6 +170,8 @@ class TlsListener:
                 accepted.close()
                 continue
             accepted.setblocking(False)
+            if not is_here:
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = asyncio.get_running_loop().create_task(self._shake_hands(accepted), name="tls handshake")
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)

@@ -24,11 +24,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from itertools import chain, islice, takewhile
 
 from swarm.errors import LocalProtocolError, Refused, RemoteProtocolError, SwarmError
 from swarm.ids import ModelId, NodeId
+from swarm.registry.digests import digest_of, member_tag
 from swarm.registry.membership import MEMBER_RENEW_S, Membership, Told
 from swarm.registry.networks import Scope, host_of, prefix_of, scope_of
 from swarm.registry.records import (
@@ -467,19 +467,6 @@ class Replica:
             self._first_version = self._changes[0][0] + 1
         self._changes.append((self._version, key))
         self.on_news(key[2])
-
-
-def member_tag(node: NodeId, addresses: Iterable[str]) -> bytes:
-    """Return what a client's view of a member is told by: its id and its addresses."""
-    return blake2b(node.raw + "\0".join(addresses).encode(), digest_size=m.TAG_BYTES).digest()
-
-
-def digest_of(entries: dict[bytes, int]) -> bytes:
-    """Return a digest of (tag, seq) pairs, whatever their order. Replicas trust each other this far: it only steers repair."""
-    digest = 0
-    for tag, seq in entries.items():
-        digest ^= int.from_bytes(blake2b(tag + seq.to_bytes(8, "little"), digest_size=m.TAG_BYTES).digest(), "little")
-    return digest.to_bytes(m.TAG_BYTES, "little")
 
 
 def _packed(told: Iterable[Told], max_bytes: int | None = None) -> tuple[m.Told, ...]:

@@ -17,10 +17,10 @@ from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address, is_loopback, parse_address
 from swarm.registry.answers import AnswerReader
 from swarm.registry.contacts import MAX_DIALLED, Contact, Dialler
+from swarm.registry.digests import member_tag
 from swarm.registry.membership import MAX_MEMBERS, MAX_PER_PREFIX
 from swarm.registry.networks import Scope, host_of, is_one_network, prefix_of, rival_prefix, scope_of
 from swarm.registry.records import Record, RegistryNodeRecord, RoutingHistogram, SignedRecord, Withdrawal, verify
-from swarm.registry.replica import member_tag
 from swarm.registry.ring import N_REPLICAS, Ring
 from swarm.wire import messages as m
 

@@ -47,6 +47,11 @@ class Acceptance:
             weight = min(prior_looks, prior._all.n_looks)
             self._all = _Share(prior._all.n_right / prior._all.n_looks * weight, weight)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was looked at."""
+        return self._all.n_looks > 0
+
     def count(self, position: int, is_right: bool) -> None:
         """One drafted token, number `position` of its draft, was looked at."""
         while len(self._by_position) <= position:

@@ -22,9 +22,9 @@ from swarm.speculation.drafter import Doubtful, Drafter
 
 MARGIN = 0.01  # by which drafting must win; guessed
 N_SHADOW = 2  # tokens of a trial in the shadow
-# Of the time of the steps so far, what such trials may take; the first one is free. Guessed: half of what drafts may cost where
-# they do not pay.
-SHADOW_SHARE = 0.01
+# Of the time of the steps so far, what such trials may take; an engine's very first one is free. Guessed: a quarter of what
+# drafts may cost where they do not pay.
+SHADOW_SHARE = 0.005
 PRIOR_LOOKS = 2.0  # what is known of a drafter from other texts counts so many looks
 
 
@@ -100,7 +100,8 @@ class Controller:
     def _state(self, source: Source) -> _State:
         known = self._experience.acceptance.setdefault(source.name, Acceptance())
         here = Acceptance() if source.is_free else Acceptance(prior=known, prior_looks=PRIOR_LOOKS)
-        return _State(source, self._experience.costs.setdefault(source.name, DraftCost()), known, here)
+        cost = self._experience.costs.setdefault(source.name, DraftCost())
+        return _State(source, cost, known, here, was_tried=known.is_known)
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """Return the drafts for the next step; raises what a drafter raises."""

@@ -1,11 +1,13 @@
 """What a step costs by its rows, and a draft by its tokens: measured, fading, with a guess until then. Pure.
 
-    step(rows) = base + growth * sqrt(rows - 1)     corrected by what steps of just so many rows took
+    rows that were seen lately      what they took
+    between two such                in a straight line
+    beyond all of them              growing with sqrt(rows - 1), fitted by least squares to the latest steps
 
-fitted by least squares to the latest steps. The root stands between what bytes and computing cost, which grows with every row, and
-what round trips cost, which soon grows no more: a layer whose experts are all here needs none, but with more rows some row needs
-one. Steps without drafts alone do not tell what rows cost: until others do, they are taken to cost ROW_SHARE of the base, and once
-they did, what they cost when rows were last seen. Nobody is to go far beyond the rows that were seen (`most_rows`).
+The root stands between what bytes and computing cost, which grows with every row, and what round trips cost, which soon grows no
+more: a layer whose experts are all here needs none, but with more rows some row needs one. So the guesses are rather low, and a
+step with so many rows corrects them. Before rows were seen they are taken to cost ROW_SHARE of the base; nobody is to go far
+beyond the rows that were seen (`most_rows`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import math
 # times one without.
 ROW_SHARE = 0.05
 ROW_WEIGHT = 1.0  # steps with one drafted row that the guess counts as
-OWN_WEIGHT = 2.0  # steps of just so many rows that count as much as the fit
+KNOWN = 0.5  # steps of so many rows, faded, from which on they are a measure of their own; guessed
+FORGET = 0.995  # of what rows were found to cost, for each step since without any: it is looked again after some hundred steps
 FADE = 0.95  # what older steps count, for each new one: about the last twenty
 OUTLIER = 3.0  # a step that took longer than so many times what was expected counts as that: a hiccup, not a cost
 
@@ -28,9 +31,7 @@ class StepCosts:
         self._most_extra = 0
         self._growth_s: float | None = None  # as of the latest step that had rows more than one
         self._n = self._growths = self._growths2 = self._seconds = self._products = 0.0
-        self._of: dict[
-            int, tuple[float, float]
-        ] = {}  # rows -> steps and their seconds, faded by each other of such rows
+        self._of: dict[int, tuple[float, float]] = {}  # rows -> steps and their seconds, both faded
 
     @property
     def is_known(self) -> bool:
@@ -54,19 +55,30 @@ class StepCosts:
         self._growths2 = fade * self._growths2 + weight * growth * growth
         self._seconds = fade * self._seconds + weight * seconds
         self._products = fade * self._products + weight * growth * seconds
+        self._of = {rows: (fade * n, fade * total) for rows, (n, total) in self._of.items() if n > KNOWN / 4}
         n, total = self._of.get(n_rows, (0.0, 0.0))
-        self._of[n_rows] = fade * n + weight, fade * total + weight * seconds
+        self._of[n_rows] = n + weight, total + weight * seconds
+        base, fitted = self._fit()
         if n_rows > 1:
-            self._growth_s = self._fit()[1]
+            self._growth_s = fitted
+        elif self._growth_s is not None:
+            self._growth_s = FORGET * self._growth_s + (1.0 - FORGET) * ROW_SHARE * base
 
     def step_s(self, n_rows: int) -> float:
         """Return how long a step of so many rows takes; 0 before any was seen."""
         if not self.is_known:
             return 0.0
+        seen = {rows: total / n for rows, (n, total) in self._of.items() if n >= KNOWN}
+        if n_rows in seen:
+            return seen[n_rows]
         base, growth = self._fit()
-        fitted = base + growth * math.sqrt(n_rows - 1)
-        n, total = self._of.get(n_rows, (0.0, 0.0))
-        return (total + OWN_WEIGHT * fitted) / (n + OWN_WEIGHT)
+        below = max((rows for rows in seen if rows < n_rows), default=None)
+        above = min((rows for rows in seen if rows > n_rows), default=None)
+        if below is None:
+            return base + growth * math.sqrt(n_rows - 1)
+        if above is None:
+            return seen[below] + growth * (math.sqrt(n_rows - 1) - math.sqrt(below - 1))
+        return seen[below] + (seen[above] - seen[below]) * (n_rows - below) / (above - below)
 
     def _fit(self) -> tuple[float, float]:
         """Return base and growth: least squares, with ROW_WEIGHT * (growth - what is thought of it)^2 added."""

@@ -748,7 +748,7 @@ def some_result() -> m.Result:
 async def test_a_leaving_peer_withdraws_takes_nothing_new_and_finishes_what_it_has(
     small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon, "Compute", HeldCompute)
+    monkeypatch.setattr("peer.slice.Compute", HeldCompute)
     peer = PeerDaemon(config(model_file=small.path), IDENTITY)
     ready = asyncio.Event()
     task = asyncio.create_task(peer.run(lambda _: ready.set()))
@@ -776,7 +776,7 @@ async def test_a_leaving_peer_withdraws_takes_nothing_new_and_finishes_what_it_h
 async def test_a_peer_told_twice_to_leave_leaves_at_once(
     small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon, "Compute", HeldCompute)
+    monkeypatch.setattr("peer.slice.Compute", HeldCompute)
     peer = PeerDaemon(config(model_file=small.path), IDENTITY)
     ready = asyncio.Event()
     task = asyncio.create_task(peer.run(lambda _: ready.set()))
@@ -798,7 +798,7 @@ async def test_a_peer_told_twice_to_leave_leaves_at_once(
 async def test_a_backbone_has_its_share_of_the_line_and_is_told_when_to_come_back(
     small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(daemon, "Compute", HeldCompute)
+    monkeypatch.setattr("peer.slice.Compute", HeldCompute)
     async with joined(config(model_file=small.path)) as (_, endpoint):
 
         def ask(backbone: NodeId) -> Any:

@@ -39,6 +39,18 @@ class FakeEndpoint:
         self.identity = identity
         self.handler = options["handler"]
         self.serves = options["serves"]
+        self.on_other: object = None
+        self.port = 1
+        self.families = frozenset((4,))
+
+    def add_handler(self, serves: Any, handler: Any) -> None:
+        pass
+
+    def open_connections(self) -> list[Any]:
+        return []
+
+    def sightings(self) -> list[Any]:
+        return []
 
     async def __aenter__(self) -> Self:
         return self
@@ -61,6 +73,9 @@ class FakeRegistry:
         return record.seq
 
     async def holders(self, _model: object) -> list[ExpertAnnouncement]:
+        return []
+
+    def members_known(self) -> list[Any]:
         return []
 
     async def observed_address(self) -> str:

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from swarm.backbone.engine import Engine, EngineConfig
-from swarm.backbone.local_drafts import LocalDrafter
+from swarm.backbone.local_drafts import LocalDrafter, Memory
 from swarm.backbone.local_experts import LocalExperts
 from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
@@ -150,8 +150,11 @@ async def test_a_memory_that_cannot_forget_is_put_back_and_drafts_no_more(
     monkeypatch.setattr(
         engine.context, "remove", lambda sequence, position: position == 0 and remove(sequence, position)
     )
-    drafter = LocalDrafter(engine, 0, keep(tiny.spec.all_experts), least_reach=0.0)
+    local, memory = keep(tiny.spec.all_experts), Memory()
+    drafter = LocalDrafter(engine, 0, local, memory=memory, least_reach=0.0)
     assert await propose(drafter, engine, tokens, 4) == []
-    assert not drafter.is_usable
+    assert memory.can_forget is False
     monkeypatch.undo()
+    again = LocalDrafter(engine, 0, local, memory=memory)
+    assert await propose(again, engine, tokens, 4) == [], "no sequence of this engine tries again"
     assert await greedy(engine, tokens, 4) == expected

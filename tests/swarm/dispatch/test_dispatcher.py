@@ -8,7 +8,7 @@ import copy
 import itertools
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -1133,7 +1133,7 @@ class FakeReadiness:
     """Writes down what it is told."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, object]] = []
+        self.told: list[tuple[str, Any]] = []
 
     def began(self, exchange: object = None) -> None:
         self.told.append(("began", exchange))

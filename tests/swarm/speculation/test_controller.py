@@ -34,7 +34,10 @@ class Model:
                 n += 1
             took = self.step_s + self.row_s * (len(drafts) + n_beside)
             self.time += took
-            controller.observe(1 + n_beside + len(drafts), took, n_beside)
+            n_rows = 1 + n_beside + len(drafts)
+            controller.observe(n_rows, took, n_beside)
+            for _ in range(n_beside):  # the others tell of the same step
+                self.experience.steps.count(n_rows, took, 1 / (n_beside + 1))
             self.n_rows += 1 + len(drafts)
             self.n_steps += 1
             added.append(n + 1)
@@ -42,7 +45,8 @@ class Model:
         return added
 
     def controller(self, *sources: Source, experience: Experience | None = None) -> Controller:
-        return Controller(sources, experience or Experience(), n_most=8, now=lambda: self.time)
+        self.experience = experience or Experience()
+        return Controller(sources, self.experience, n_most=8, now=lambda: self.time)
 
 
 class Knowing:

@@ -48,6 +48,24 @@ def test_few_rows_tell_nearly_what_many_cost_where_trips_saturate() -> None:
     assert 0.4 < costs.step_s(9) < 0.85
 
 
+def test_rows_between_two_that_were_seen_lie_between_them() -> None:
+    costs = StepCosts()
+    for _ in range(10):
+        costs.count(1, 0.1)
+        costs.count(5, 0.3)
+    assert [costs.step_s(rows) for rows in (1, 2, 3, 4, 5)] == pytest.approx([0.1, 0.15, 0.2, 0.25, 0.3])
+
+
+def test_what_rows_cost_long_ago_is_forgotten() -> None:
+    costs = StepCosts()
+    for _ in range(20):
+        costs.count(1, 0.1)
+        costs.count(9, 1.0)
+    for _ in range(600):
+        costs.count(1, 0.1)
+    assert costs.step_s(2) < 0.125
+
+
 def test_steps_of_one_length_alone_still_tell_that_length() -> None:
     costs = StepCosts()
     for _ in range(100):
@@ -87,7 +105,7 @@ def test_no_row_costs_less_than_nothing() -> None:
     for _ in range(30):
         costs.count(1, 0.5)
         costs.count(9, 0.3)
-    assert costs.step_s(9) >= costs.step_s(1) > 0
+    assert costs.step_s(20) >= costs.step_s(9) > 0
 
 
 def test_a_drafts_token_costs_its_share() -> None:
