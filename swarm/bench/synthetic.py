@@ -137,7 +137,7 @@ def write_synthetic(path: Path, model: SyntheticModel) -> Path:
         for name, shape, ggml_type, scale in tensors:
             values = _draw(rng, shape, ggml_type, scale)
             if model.router_skew:
-                _skew(np.random.default_rng((model.seed, rng.integers(2**32))), name, values, model.router_skew)
+                _skew(np.random.default_rng((model.seed, int(rng.integers(2**32)))), name, values, model.router_skew)
             writer.write_tensor_data(values)
         writer.close()
     return path

@@ -51,9 +51,9 @@ def choose_local(
     np.put_along_axis(rank, order, np.arange(n_expert)[np.newaxis], axis=1)
     is_first = rank < n_least
     worth = shares / sizes[:, np.newaxis]
-    row, column = np.divmod(np.arange(n_layers * n_expert), n_expert)
-    by = np.lexsort((row, column, -worth.ravel(), np.where(is_first, rank, n_least).ravel()))
-    fits = np.cumsum(sizes[row[by]]) <= budget_bytes
+    rows, columns = np.divmod(np.arange(n_layers * n_expert), n_expert)
+    by = np.lexsort((rows, columns, -worth.ravel(), np.where(is_first, rank, n_least).ravel()))
+    fits = np.cumsum(sizes[rows[by]]) <= budget_bytes
     chosen = np.zeros(n_layers * n_expert, np.bool_)
     chosen[by[fits]] = True
     found = chosen.reshape(shares.shape)
