@@ -35,6 +35,7 @@ from swarm.backbone.prepared import PreparedModel, prepare_model
 from swarm.backbone.requests import GenerationRequest, SamplingParams
 from swarm.bench.cheating_peer import CheatKind
 from swarm.dispatch.attempts import Order
+from swarm.dispatch.audit import DEFAULT_TOLERANCE
 from swarm.dispatch.audit_opinions import Rows
 from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.origin import Origin
@@ -288,6 +289,7 @@ def _figures(options: AuditOptions, runs: list[_Run]) -> dict[str, Any]:
         "kind": options.kind.value if options.kind else "none",
         "wire": str(options.wire),
         "share": options.share,
+        "tolerance": DEFAULT_TOLERANCE,
         "n_tokens": options.n_tokens,
         "runs": len(runs),
         "detected_runs": sum(n <= MAX_BATCHES for n in batches),

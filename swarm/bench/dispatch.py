@@ -64,6 +64,8 @@ class DispatchOptions:
     link: Literal["quic", "auto"] = "quic"
 
     def __post_init__(self) -> None:
+        if self.link != "quic" and not self.paths.is_direct:
+            raise UserError("TLS links are measured without emulated paths, which carry UDP alone: use --rtt 0ms")
         if self.compares_serial and not (self.n_tokens == 1 and 1 <= self.n_peers <= self.n_expert_used):
             raise UserError(
                 f"a serial chain is measured with one token that needs every peer: got {self.n_tokens} tokens, "

@@ -84,6 +84,15 @@ def verify(
             show_default="only if the model does not fit in memory",
         ),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Compute the experts of the forms there (auto, cuda, ...) and compare with stock on the CPU; nothing is saved.",
+            show_default="the CPU, with exact kernels, as peers do",
+        ),
+    ] = None,
     min_mean_cosine: Annotated[
         float, typer.Option("--min-mean-cosine", help="Least mean cosine of logits.")
     ] = DEFAULT_THRESHOLDS.min_mean_cosine,
@@ -127,6 +136,7 @@ def verify(
         control=control,
         text=text or _beside(model),
         n_text_tokens=text_tokens,
+        device=device,
         layers=_parse_layers(layers),
         thresholds=Thresholds(
             min_mean_cosine=min_mean_cosine,
@@ -135,6 +145,8 @@ def verify(
             min_layer_cosine=min_layer_cosine,
         ),
     )
+    if device is not None:
+        _require_device_forms(config, save=save)
     if save:
         _require_savable(config)
     if config.layers is not None and wires == (EXACT,):
@@ -213,6 +225,14 @@ def _beside(model: Path) -> Path | None:
     return path if path.is_file() else None
 
 
+def _require_device_forms(config: VerifyConfig, *, save: bool) -> None:
+    if EXACT in config.wires or config.control or config.layers is not None or save:
+        raise UserError(
+            "--device compares forms other than exact on a text: name some with --wire, such as f32,q8, "
+            "and leave --control, --layers and --save out"
+        )
+
+
 def _require_savable(config: VerifyConfig) -> None:
     if not config.needs_table:
         raise UserError(
@@ -243,6 +263,8 @@ def _print(outcome: Outcome, result: dict[str, Any]) -> None:
         )
     if outcome.config.control:
         out.print("The planted fault was found." if outcome.fault_found else "The planted fault was NOT found.")
+    if outcome.gate is None and outcome.forms and outcome.config.device is not None:
+        out.print(_form_table(outcome))
     if outcome.gate is None:
         return
     out.print(_form_table(outcome))

@@ -19,8 +19,7 @@ from swarm.ids import NodeId
 # is one or two tokens of a deep model and ten of a shallow one. 1 % would double that and save nothing that anybody notices.
 DEFAULT_SHARE = 0.02
 # From which relative difference of a row on two answers are not the same, where the gate has measured none for a model and form.
-# Honest peers differ by 1.5 % at most where one rounds activations as CUDA does, or not at all (docs/audit.md); noise of 5 %
-# must be seen.
+# Honest peers differ by 1.5 % at most where one rounds activations as CUDA does, or not at all; noise of 5 % must be seen.
 DEFAULT_TOLERANCE = 0.03
 NEW_SHARE = 0.1  # of a peer that has passed fewer than NEW_PASSES; guessed
 NEW_PASSES = 8

@@ -23,6 +23,7 @@ from swarm.gate.simulated_peers import N_PEERS, Carry, NotFinite, PeerPlan, Simu
 from swarm.gate.statistics import FormStatistics, StockWindow
 from swarm.model.source import BlockSource
 from swarm.model.spec import ModelSpec
+from swarm.native.devices import CPU
 from swarm.native.llama import LlamaModel
 from swarm.wire.rows import Wire, WireForm, parse_wire
 
@@ -42,12 +43,14 @@ class GateModel:
         path: the whole file.
         backbone_path: the stub cut from it.
         source: the file's expert blocks.
+        device: what computes them, as `--device` names it.
     """
 
     path: Path
     backbone_path: Path
     spec: ModelSpec
     source: BlockSource
+    device: str = CPU
 
 
 def all_wires() -> tuple[Wire, ...]:
@@ -134,7 +137,7 @@ def measure_forms(
     config = gate_engine(WINDOW_TOKENS)
     plan = PeerPlan.contiguous(spec, min(n_peers, spec.n_expert))
     with (
-        load_experts(spec, model.source, spec.all_experts) as ffn,
+        load_experts(spec, model.source, spec.all_experts, device=model.device) as ffn,
         StockModel(model.path, config) as stock,
     ):
         peers = SimulatedPeers(ExpertExecutor(ffn, spec), spec, wires[0], plan, carry)

@@ -26,6 +26,7 @@ class VerifyConfig:
         n_tokens: decoded over the real swarm after each prompt.
         text: file with held-out text; needed unless the only form is `exact`.
         n_text_tokens: None takes MIN_TEXT_TOKENS, or DEFAULT_TOKENS layer by layer.
+        device: where the forms' experts are computed, by name; None: as peers with exact kernels do. Stock stays on the CPU.
         layers: sample these layers; None: only if the model is too large, and then some; empty: some in any case.
     """
 
@@ -38,6 +39,7 @@ class VerifyConfig:
     control: bool = False
     text: Path | None = None
     n_text_tokens: int | None = None
+    device: str | None = None
     layers: frozenset[int] | None = None
     thresholds: Thresholds = DEFAULT_THRESHOLDS
 
@@ -100,6 +102,7 @@ class Outcome:
             "engine": engine_name(),
             "wire": ",".join(map(str, config.wires)),
             "method": self.method,
+            "device": config.device,
             "identical": self.identical,
             "passed": self.passed,
             "control": config.control,

@@ -20,11 +20,13 @@ from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.plan import Batch, MissingExperts, plan_dispatch
 from swarm.errors import EngineError, ExpertUnavailable
+from swarm.experts.device_ffn import DeviceFfn, reserve_slice
 from swarm.experts.executor import ExpertExecutor
 from swarm.experts.expert_ffn import ExpertFfn
 from swarm.ids import ExpertSet, NodeId
 from swarm.model.source import BlockSource
 from swarm.model.spec import ModelSpec
+from swarm.native.devices import CPU
 from swarm.wire.rows import RowCodec, Wire, WireForm, decode_rows, encode_rows
 
 N_PEERS = 3  # what the thresholds were set with; more peers round more partial sums for each token
@@ -118,14 +120,20 @@ def _require_finite(rows: Rows, layer: int, wire: Wire) -> Rows:
 
 
 def load_experts(
-    spec: ModelSpec, source: BlockSource, experts: ExpertSet, progress: Callable[[int, int], None] | None = None
-) -> ExpertFfn:
-    """Return these experts in ggml tensors; the caller closes them.
+    spec: ModelSpec,
+    source: BlockSource,
+    experts: ExpertSet,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    device: str = CPU,
+) -> ExpertFfn | DeviceFfn:
+    """Return these experts in ggml tensors on a device; the caller closes them.
 
     Raises:
+        UserError: there is no such device.
         EngineError, UnsupportedModel, ExpertUnavailable: memory, ggml, or the source.
     """
-    ffn = ExpertFfn(spec, experts)
+    ffn = reserve_slice(spec, experts, device=device, n_threads=1)
     try:
         for n_done, (layer, expert) in enumerate(experts):
             ffn.load(layer, expert, source.read_block(layer, expert))

@@ -3,6 +3,7 @@
 exact alone      a real swarm in processes of its own against stock, bit for bit (`verify`)
 other forms      that too, for the first of them; then, in this process, every form on a text (`form_table`), and a short
                  pass of every form over the real swarm, which must give the table's bits (`shortcut`)
+a device         the forms on a text, computed there, against stock on the CPU (`form_table`); nothing is stored
 too large        the forms layer by layer (`layer_samples`); no real swarm and no stock
 """
 
@@ -41,6 +42,7 @@ from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest
 from swarm.model.source import GgufSource
 from swarm.model.spec import read_spec
+from swarm.native.devices import CPU
 from swarm.registry.client import parse_registry
 
 PROMPT_SEED = 1
@@ -77,9 +79,17 @@ async def verify_model(config: VerifyConfig, progress: Progress) -> Outcome:
             )
         )
         prepared.close()  # its share gives nothing away here
-        model = GateModel(path=config.path, backbone_path=prepared.backbone_path, spec=spec, source=source)
+        model = GateModel(
+            path=config.path,
+            backbone_path=prepared.backbone_path,
+            spec=spec,
+            source=source,
+            device=config.device or CPU,
+        )
         outcome = Outcome(config)
-        if config.layers is not None or (config.needs_table and is_too_large(config.path)):
+        if config.device is not None:
+            await asyncio.to_thread(_by_logits, outcome, model, text, progress)
+        elif config.layers is not None or (config.needs_table and is_too_large(config.path)):
             await asyncio.to_thread(_by_layers, outcome, model, text, progress)
         else:
             statistics = await _over_processes(outcome, model, progress)
@@ -88,7 +98,7 @@ async def verify_model(config: VerifyConfig, progress: Progress) -> Outcome:
             else:
                 form = judge(config.wires[0], statistics, config.thresholds, spec, needs_perplexity=False)
                 outcome.forms = (form,)
-    if config.needs_table:
+    if config.needs_table and config.device is None:  # what one device rounds, others do not
         outcome.gate = _gate_result(outcome, prepared.manifest, prepared.name, text)
     return outcome
 

@@ -201,6 +201,22 @@ async def test_a_model_in_shards_is_the_same_model(tmp_path: Path, tiny_moe: Pat
         assert build_manifest(shards).model_id == build_manifest(whole).model_id
 
 
+async def test_forms_are_measured_on_a_device_against_stock_on_the_cpu(tmp_path: Path, tiny_moe: Path) -> None:
+    options = ["--device", "auto", "--wire", "f32,q8", "--text-tokens", "600"]
+    code, report = await verify(tmp_path, tiny_moe / NAMES[0], *options)
+    assert code == 0, report
+    assert (report["device"], report["saved"]) == ("auto", None)
+    assert "chosen" not in report
+    for form in by_wire(report).values():
+        assert form["n_positions"] == 600
+        assert form["mean_cosine"] > 0.998
+    for wrong in (["--wire", "exact"], ["--wire", "all"], ["--wire", "q8", "--save"]):
+        arguments = ("-m", "swarm", "verify", "--model", str(tiny_moe / NAMES[0]), "--device", "auto", *wrong)
+        code, _, err = await run(*arguments, home=tmp_path)
+        assert code == 2
+        assert "--device compares forms other than exact" in err
+
+
 async def test_architectures_are_listed_with_what_could_not_be_compared(tmp_path: Path) -> None:
     code, out, _ = await run("-m", "swarm", "verify", "--arch", "dflash,olmoe", "--json", home=tmp_path)
     report = json.loads(out)

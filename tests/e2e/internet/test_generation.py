@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import statistics
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,10 @@ SHARES = ("0-15", "16-31")
 async def generate(
     made: World, host: Any, url: str, event: Callable[[], Awaitable[None]] | None, name: str
 ) -> tuple[str, float]:
-    """Return the text and the longest time between two of its pieces; the event happens after the tenth."""
+    """Return the text, and by how much the longest time between two of its pieces exceeds the usual one.
+
+    The event happens after the tenth piece.
+    """
     client = await made.start(host, str(COMPLETION), url, json.dumps(BODY), home=name)
     pieces: list[str] = []
     times: list[float] = []
@@ -37,7 +41,8 @@ async def generate(
         times.append(said["at"])
         if event is not None and len(pieces) == 10:
             await event()
-    return "".join(pieces), max(b - a for a, b in itertools.pairwise(times))
+    pauses = [b - a for a, b in itertools.pairwise(times)]
+    return "".join(pieces), max(pauses) - statistics.median(pauses)
 
 
 async def test_peers_behind_nat_serve_and_no_token_is_lost_when_networks_change(tmp_path: Path, tiny_moe: Path) -> None:
@@ -64,10 +69,10 @@ async def test_peers_behind_nat_serve_and_no_token_is_lost_when_networks_change(
             await made.internet.rebind(router, host)
 
         text, stall_s = await generate(made, outer, url, rebind, "rebound")
-        print(f"rebinding in mid-generation: longest pause {stall_s * 1e3:.0f} ms")
+        print(f"rebinding in mid-generation: stall {stall_s * 1e3:.0f} ms")
         assert text == whole
         assert stall_s < 2.0
         text, stall_s = await generate(made, outer, url, lambda: made.internet.cut("outer", "home1-router"), "cut")
-        print(f"blackhole in mid-generation: longest pause {stall_s * 1e3:.0f} ms")
+        print(f"blackhole in mid-generation: stall {stall_s * 1e3:.0f} ms")
         assert text == whole
         assert stall_s < 2.0

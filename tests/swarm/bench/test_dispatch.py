@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from swarm.bench.dispatch import DispatchOptions, draw_choices
+from swarm.bench.testbed import PathOptions
 from swarm.errors import UserError
 from swarm.wire.rows import parse_wire
 
@@ -30,3 +31,10 @@ def test_a_serial_chain_needs_one_token_that_can_meet_every_peer(bad: dict[str, 
     assert DispatchOptions(wire=wire, compares_serial=True, n_peers=8).compares_serial
     with pytest.raises(UserError, match="a serial chain is measured with one token that needs every peer"):
         DispatchOptions(wire=wire, compares_serial=True, **bad)
+
+
+def test_tls_links_are_not_measured_over_paths_that_carry_udp_alone() -> None:
+    wire = parse_wire("q8/f16")
+    assert DispatchOptions(wire=wire, link="auto").link == "auto"
+    with pytest.raises(UserError, match="UDP alone"):
+        DispatchOptions(wire=wire, link="auto", paths=PathOptions(rtts_s=(0.003,)))

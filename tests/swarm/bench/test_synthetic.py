@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,7 +21,7 @@ from swarm.native.ggml import tensor_name, view_tensor
 from swarm.native.llama import LlamaContext, LlamaModel
 from swarm.wire.rows import parse_wire
 
-SMALL = {"n_layers": 2, "n_embd": 256, "n_expert": 8, "n_expert_used": 2, "n_ff_exp": 256, "n_head": 4}
+SMALL: dict[str, Any] = {"n_layers": 2, "n_embd": 256, "n_expert": 8, "n_expert_used": 2, "n_ff_exp": 256, "n_head": 4}
 
 
 @pytest.mark.parametrize("weight_type", [GgmlType.F16, GgmlType.Q8_0, GgmlType.Q4_K], ids=lambda t: t.name)

@@ -13,6 +13,7 @@ import pytest
 
 from swarm.dispatch import holders as holders_module
 from swarm.dispatch.holders import MIN_REFRESH_S, REFRESH_S, RETRY_S, Holders
+from swarm.dispatch.peer_states import PeerState
 from swarm.dispatch.placement import Placement
 from swarm.errors import (
     ConnectionLost,
@@ -715,5 +716,32 @@ def test_what_became_of_each_peer_is_told_with_its_beginning() -> None:
             world.holders.mark_down(C, RemoteProtocolError("nonsense"))
             await asyncio.sleep(3 * SOON_S)
             assert states()[C] == "set aside"
+
+    virtual_time.run(main())
+
+
+def test_a_barred_peer_is_dropped_with_its_connection_and_not_dialled_until_it_is_barred_no_more() -> None:
+    async def main() -> None:
+        world = World()
+        world.start(A)
+        world.start(B)
+        barred: dict[NodeId, int] = {}
+        world.holders.is_barred = lambda node, seq: seq <= barred.get(node, -1)
+        async with world.watching():
+            await asyncio.sleep(SOON_S)
+            assert world.in_use == [A, B]
+            barred[A] = 1
+            world.holders.recheck()
+            assert world.in_use == [B], "at once"
+            assert world.holders.open_connection(A) is None, "what it still owes is lost"
+            n_dials = world.network.count("dial", A)
+            await asyncio.sleep(60.0)
+            assert world.in_use == [B]
+            assert world.network.count("dial", A) == n_dials
+            states = {view.record.node: view.state for view in world.holders.peers()}
+            assert states == {A: PeerState.CAUGHT, B: PeerState.IN_USE}
+            world.announce(A, seq=2)
+            await asyncio.sleep(SOON_S)
+            assert world.in_use == [A, B]
 
     virtual_time.run(main())

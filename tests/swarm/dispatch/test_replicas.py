@@ -408,3 +408,17 @@ def test_pairs_that_are_kept_here_decide_nothing() -> None:
     is_kept = np.array([[True, False, False, False]])
     [row] = world.choose([[0, 1, 2, 3]], is_kept=is_kept)
     assert row[1:] == [A] * 3
+
+
+def test_others_go_before_a_disfavoured_peer_unless_they_are_much_slower() -> None:
+    world = World({A: range(E), B: range(E)})
+    world.measure(a=0.010, b=0.015)
+    assert world.choose([[0, 3, 7, 11]]) == [[A] * 4]
+    world.replicas.disfavoured = frozenset({A})
+    world.replicas.refresh_soon()
+    assert world.choose([[0, 3, 7, 11]]) == [[B] * 4]
+    of_a = sum(row.count(A) for row in world.choose(random_ids(200)))
+    assert 0 < of_a < 200 * K / 3, "of a prefill it gets less"
+    world.measure(a=0.010, b=0.100, n=100)
+    assert world.choose([[0, 3, 7, 11]]) == [[A] * 4]
+    world.replicas.disfavoured = frozenset()
