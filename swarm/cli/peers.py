@@ -198,9 +198,9 @@ def _path_of(peer: dict[str, Any]) -> str:
 
 
 def _print_model(model: dict[str, Any]) -> None:
-    table = Table(title=Text(model["name"]), title_justify="left")
-    for column in ("peer", "path", "experts", "layers", "round trip", "assignments", "audits", "state"):
-        table.add_column(column, overflow="fold")
+    table = Table(title=Text(model["name"]), title_justify="left", box=None, padding=(0, 1))
+    for column in ("peer", "path", "experts", "layers", "round trip", "pairs", "audits", "state"):
+        table.add_column(column, overflow="fold", no_wrap=column == "peer")
     for peer in model["peers"]:
         for layers, experts in peer["experts"]:
             rtt = peer.get("rtt_s")

@@ -22,10 +22,12 @@ from swarm.speculation.drafter import Doubtful, Drafter
 
 MARGIN = 0.01  # by which drafting must win; guessed
 N_SHADOW = 2  # tokens of a trial in the shadow
-# Of the time of the steps so far, what such trials may take; an engine's very first one is free. Guessed: a quarter of what
-# drafts may cost where they do not pay.
-SHADOW_SHARE = 0.005
-PRIOR_LOOKS = 2.0  # what is known of a drafter from other texts counts so many looks
+# Of the time of the steps so far, what such trials may take; an engine's very first one is free. Half of it is too little where
+# steps are short: what local experts are worth was then found out too late in texts of 24 tokens (docs/speculation.md).
+SHADOW_SHARE = 0.01
+PRIOR_LOOKS = (
+    8.0  # what is known of a drafter from other texts counts so many looks; guessed: nearly all that FADE leaves
+)
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ def test_the_standard_model_is_as_the_benchmarks_say() -> None:
 )
 def test_a_shape_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UserError):
-        SyntheticModel(**(SMALL | wrong))  # type: ignore[arg-type]
+        SyntheticModel(**(SMALL | wrong))
 
 
 def routing(path: Path, n_layers: int, n_expert: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.errors import AuditFailed, EngineError, ExpertUnavailable, Overloaded, UserError
+from swarm.errors import AuditFailed, DeadlineExceeded, EngineError, ExpertUnavailable, Overloaded, UserError
 from swarm.gateway.errors import error_answer
 
 
@@ -22,6 +22,8 @@ def test_errors_map_to_statuses_and_codes() -> None:
     }
     busy = error_answer(Overloaded("8 requests wait", retry_after_s=2.2))
     assert (busy.status, busy.code, busy.headers()) == (429, "overloaded", {"Retry-After": "3"})
+    late = error_answer(DeadlineExceeded("the request took longer than 2 s"))
+    assert (late.status, late.code, late.message) == (504, "timeout", "the request took longer than 2 s")
     assert error_answer(UserError("the prompt is empty")).body()["error"]["message"] == "the prompt is empty"
     for error in (EngineError("secret"), RuntimeError("secret")):
         told = error_answer(error)
