@@ -77,7 +77,7 @@ async def test_what_the_map_calls_servable_is_what_a_request_gets(tmp_path: Path
         await processes.restart(second)
         shown = await agreed(url, servable=True)
         assert len(shown["peers"]) == 2, "who comes back is the same one"
-        async with aiohttp.ClientSession() as client, client.get(url.removesuffix("/v1") + "/map") as answer:
+        async with aiohttp.ClientSession() as client, client.get(url.removesuffix("/v1") + "/map/plain") as answer:
             text = await answer.text()
         assert first.ready["node"][:8] in text
         assert "Can be served" in text
