@@ -444,19 +444,14 @@ class DeviceBuffer:
             self._handle = None
 
 
-class DeviceBackend:
-    """A backend of a device from the registry. One caller at a time."""
+class _Backend:
+    """What all backends do with graphs whose tensors lie in their buffers. One caller at a time."""
 
-    def __init__(self, device: int) -> None:
-        """Start it; `device` is a `swarm.native.devices.Device.handle`."""
-        init = load_library().function("ggml_backend_dev_init", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-        self._handle: int | None = init(device, None)
-        if not self._handle:
-            raise EngineError("ggml cannot start the device's backend")
-
-    def allocate(self, size_bytes: int) -> DeviceBuffer:
-        """Return a new buffer, not zeroed. Raises EngineError when memory is short."""
-        return DeviceBuffer(self._open_handle(), size_bytes)
+    def __init__(self, handle: int | None, name: str) -> None:
+        if not handle:
+            raise EngineError(f"ggml cannot start {name}")
+        self._handle: int | None = handle
+        self._name = name
 
     def supports(self, node: int) -> bool:
         """Return whether this backend can compute the node."""
@@ -470,7 +465,7 @@ class DeviceBackend:
 
     def _open_handle(self) -> int:
         if not self._handle:
-            raise EngineError("the device's backend is closed")
+            raise EngineError(f"{self._name} is closed")
         return self._handle
 
     def close(self) -> None:
@@ -480,13 +475,24 @@ class DeviceBackend:
             self._handle = None
 
 
-class CpuBackend:
-    """A CPU backend of its own: computes graphs whose tensors lie in its buffers. One caller at a time."""
+class DeviceBackend(_Backend):
+    """A backend of a device from the registry."""
+
+    def __init__(self, device: int) -> None:
+        """Start it; `device` is a `swarm.native.devices.Device.handle`."""
+        init = load_library().function("ggml_backend_dev_init", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
+        super().__init__(init(device, None), "the device's backend")
+
+    def allocate(self, size_bytes: int) -> DeviceBuffer:
+        """Return a new buffer, not zeroed. Raises EngineError when memory is short."""
+        return DeviceBuffer(self._open_handle(), size_bytes)
+
+
+class CpuBackend(_Backend):
+    """A CPU backend of its own."""
 
     def __init__(self, n_threads: int = 1) -> None:
-        self._handle: int | None = _ggml().cpu_init()
-        if not self._handle:
-            raise EngineError("ggml cannot start its CPU backend")
+        super().__init__(_ggml().cpu_init(), "the CPU backend")
         _ggml().cpu_set_n_threads(self._handle, n_threads)
         self.alignment: int = _ggml().alignment(self._handle)
 
@@ -510,27 +516,6 @@ class CpuBackend:
             if _ggml().buft_name(buffer_type) == REPACK_NAME:
                 return int(buffer_type)
         return None
-
-    def supports(self, node: int) -> bool:
-        """Return whether this backend can compute the node."""
-        return bool(_ggml().supports_op(self._open_handle(), node))
-
-    def compute(self, graph: int) -> None:
-        """Compute the graph, giving up the GIL meanwhile. Raises EngineError when ggml fails."""
-        status = _ggml().graph_compute(self._open_handle(), graph)
-        if status != 0:
-            raise EngineError(f"ggml could not compute: status {status}")
-
-    def _open_handle(self) -> int:
-        if not self._handle:
-            raise EngineError("the CPU backend is closed")
-        return self._handle
-
-    def close(self) -> None:
-        """Free the backend; close its buffers first. A second call does nothing."""
-        if self._handle:
-            _ggml().backend_free(self._handle)
-            self._handle = None
 
     def __enter__(self) -> Self:
         return self
