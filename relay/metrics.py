@@ -1,11 +1,9 @@
-"""What a relay counts, as Prometheus reads it (text format 0.0.4). Pure."""
+"""What a relay counts, as values; `web` writes them out for Prometheus. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +30,3 @@ def gauge(name: str, text: str, value: float) -> Metric:
 def counter(name: str, text: str, value: float) -> Metric:
     """Return a number that only rises."""
     return Metric(name=name, kind="counter", help=text, values={"": value})
-
-
-def render(metrics: Sequence[Metric]) -> str:
-    """Return the text of a scrape. Names and labels are ours, so nothing needs to be escaped."""
-    lines = []
-    for metric in metrics:
-        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-        for value_of_label, number in metric.values.items():
-            labels = f'{{{metric.label}="{value_of_label}"}}' if metric.label else ""
-            lines.append(f"{metric.name}{labels} {number:.15g}")
-    return "\n".join(lines) + "\n"

@@ -15,10 +15,11 @@ from typing import Any
 
 from aiohttp import web
 
-from relay.metrics import CONTENT_TYPE, Metric, render
+from relay.metrics import Metric
 from relay.web_socket import SocketBridges
 from swarm.errors import UserError
 from swarm.net.addresses import format_address
+from swarm.web.exposition import CONTENT_TYPE, MetricsRegistry
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ async def serve_http(
     """
 
     async def show_metrics(_: web.Request) -> web.Response:
-        return web.Response(text=render(metrics()), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=render(metrics()), headers={"Content-Type": CONTENT_TYPE})
 
     async def show_health(_: web.Request) -> web.Response:
         if is_draining():
@@ -83,3 +84,13 @@ def _closer(bridges: SocketBridges) -> Callable[[web.Application], Any]:
         await bridges.close()
 
     return close
+
+
+def render(metrics: Sequence[Metric]) -> bytes:
+    """Return the text of a scrape."""
+    made = MetricsRegistry()
+    for metric in metrics:
+        samples = [({metric.label: value} if metric.label else {}, number) for value, number in metric.values.items()]
+        add = made.counter if metric.kind == "counter" else made.gauge
+        add(metric.name, metric.help, lambda samples=samples: samples)  # type: ignore[misc]
+    return made.render()

@@ -35,7 +35,6 @@ from swarm.gateway.answers import ChatAnswer, Choice, CompletionAnswer, model_en
 from swarm.gateway.chat_template import ChatTemplate
 from swarm.gateway.errors import ErrorAnswer, Json, RequestRefused, error_answer
 from swarm.gateway.merging import merged
-from swarm.gateway.metrics import MetricsRegistry, add_metrics
 from swarm.gateway.openai import (
     Call,
     ServedModel,
@@ -46,6 +45,7 @@ from swarm.gateway.openai import (
     parse_tokenize,
 )
 from swarm.gateway.tools import CallReader, format_of, knows_tools, plain_messages, required_call
+from swarm.web.exposition import MetricsRegistry, add_metrics
 from swarm.web.map_server import add_map
 
 logger = logging.getLogger(__name__)

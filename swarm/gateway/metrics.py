@@ -1,74 +1,10 @@
-"""`/metrics`: what a backbone has done so far, in Prometheus's text format.
-
-A metric reads its value when it is asked for; the counting itself is elsewhere (`serving_stats`, `dispatcher`, `endpoint`).
-"""
+"""What a backbone tells of itself at `/metrics`; the counting is elsewhere (`serving_stats`, `dispatcher`, `endpoint`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-
-from aiohttp import web
-
 from swarm.backbone.assembly import RunningBackbone
 from swarm.backbone.serving_stats import Histogram
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of Prometheus's exposition format
-
-Labels = Mapping[str, str]
-Sample = tuple[Labels, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """One name in the output.
-
-    Attributes:
-        kind: counter or gauge, or histogram.
-        read: returns its samples, or its histogram.
-    """
-
-    name: str
-    kind: str
-    help: str
-    read: Callable[[], Iterable[Sample] | Histogram]
-
-
-class MetricsRegistry:
-    """Metrics in the order in which they were added."""
-
-    def __init__(self) -> None:
-        self._metrics: dict[str, Metric] = {}
-
-    def counter(self, name: str, help: str, read: Callable[[], float | Iterable[Sample]]) -> None:
-        """Add a count that only grows; `name` ends in `_total`."""
-        self._add(Metric(name=name, kind="counter", help=help, read=_samples(read)))
-
-    def gauge(self, name: str, help: str, read: Callable[[], float | Iterable[Sample]]) -> None:
-        """Add a value that may fall again."""
-        self._add(Metric(name=name, kind="gauge", help=help, read=_samples(read)))
-
-    def histogram(self, name: str, help: str, read: Callable[[], Histogram]) -> None:
-        """Add a histogram."""
-        self._add(Metric(name=name, kind="histogram", help=help, read=read))
-
-    def render(self) -> str:
-        """Return the text of all of them."""
-        return "".join(_render(metric) for metric in self._metrics.values())
-
-    def _add(self, metric: Metric) -> None:
-        if metric.name in self._metrics:
-            raise ValueError(f"the metric {metric.name} is there already")
-        self._metrics[metric.name] = metric
-
-
-def add_metrics(app: web.Application, registry: MetricsRegistry) -> None:
-    """Serve a registry at `/metrics`."""
-
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=registry.render().encode(), headers={"Content-Type": CONTENT_TYPE})
-
-    app.router.add_get("/metrics", metrics)
+from swarm.web.exposition import Buckets, MetricsRegistry
 
 
 def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
@@ -88,11 +24,11 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
     made.gauge("swarm_prefix_cache_bytes", "Of texts kept in memory.", lambda: backbone.cache.size_bytes)
     made.gauge("swarm_prefix_cache_entries", "Texts kept in memory.", lambda: len(backbone.cache))
     made.counter("swarm_prefix_cache_evicted_total", "Texts given up for others.", lambda: backbone.cache.n_evicted)
-    made.histogram("swarm_queue_seconds", "From a request to its slot.", lambda: stats.queue)
-    made.histogram("swarm_ttft_seconds", "From a request to its first token.", lambda: stats.ttft)
-    made.histogram("swarm_inter_token_seconds", "Between two tokens of an answer.", lambda: stats.inter_token)
-    made.histogram("swarm_step_seconds", "Of a step.", lambda: stats.step)
-    made.histogram("swarm_batch_requests", "Requests in a step.", lambda: stats.batch)
+    made.histogram("swarm_queue_seconds", "From a request to its slot.", lambda: _buckets(stats.queue))
+    made.histogram("swarm_ttft_seconds", "From a request to its first token.", lambda: _buckets(stats.ttft))
+    made.histogram("swarm_inter_token_seconds", "Between two tokens of an answer.", lambda: _buckets(stats.inter_token))
+    made.histogram("swarm_step_seconds", "Of a step.", lambda: _buckets(stats.step))
+    made.histogram("swarm_batch_requests", "Requests in a step.", lambda: _buckets(stats.batch))
     made.counter("swarm_rows_total", "Rows computed in steps.", lambda: stats.n_rows)
     made.counter("swarm_draft_tokens_total", "Tokens drafted.", lambda: stats.drafts.n_drafted)
     made.counter("swarm_draft_tokens_accepted_total", "Of these, accepted.", lambda: stats.drafts.n_accepted)
@@ -179,37 +115,5 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
     return made
 
 
-def _samples(read: Callable[[], float | Iterable[Sample]]) -> Callable[[], Iterable[Sample]]:
-    def samples() -> Iterable[Sample]:
-        value = read()
-        return [({}, value)] if isinstance(value, int | float) else value
-
-    return samples
-
-
-def _render(metric: Metric) -> str:
-    value = metric.read()
-    lines = [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
-    if isinstance(value, Histogram):
-        n = 0
-        for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
-            n += count
-            lines.append(f'{metric.name}_bucket{{le="{_number(bound)}"}} {n}')
-        lines += [f"{metric.name}_sum {_number(value.total)}", f"{metric.name}_count {n}"]
-    else:
-        lines += [f"{metric.name}{_labels(labels)} {_number(each)}" for labels, each in value]
-    return "\n".join(lines) + "\n"
-
-
-def _labels(labels: Labels) -> str:
-    if not labels:
-        return ""
-    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _number(value: float) -> str:
-    return "+Inf" if value == float("inf") else repr(value)
+def _buckets(histogram: Histogram) -> Buckets:
+    return Buckets(bounds=histogram.bounds, counts=histogram.counts, total=histogram.total)

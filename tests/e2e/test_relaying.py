@@ -307,7 +307,11 @@ async def test_metrics_and_health_say_how_the_relay_is() -> None:
                 text = await answer_.text()
                 assert answer_.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             lines = set(text.splitlines())
-            assert {"swarm_relay_reservations 1", "swarm_relay_channels 1", "swarm_relay_packets_total 2"} <= lines
+            assert {
+                "swarm_relay_reservations 1.0",
+                "swarm_relay_channels 1.0",
+                "swarm_relay_packets_total 2.0",
+            } <= lines
             assert "# TYPE swarm_relay_dropped_packets_total counter" in lines
             async with http.get(f"{url}/health") as answer_:
                 assert (answer_.status, await answer_.json()) == (200, {"status": "ok"})

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from relay.counts import of_registry, of_service
-from relay.metrics import render
 from relay.quotas import Limits
 from relay.service import RelayService
+from relay.web import render
 from swarm.identity import Identity
 from swarm.registry.node import RegistryNode
 
@@ -21,8 +21,8 @@ def test_counters_and_gauges_follow_prometheus_naming_and_none_is_there_twice() 
     for metric in metrics:
         assert metric.name.endswith("_total") == (metric.kind == "counter"), metric.name
         assert metric.help.endswith(".")
-    lines = render(metrics).splitlines()
-    assert 'swarm_relay_dropped_packets_total{reason="unknown_channel"} 1' in lines
-    assert 'swarm_relay_dropped_packets_total{reason="over_rate"} 0' in lines
-    assert "swarm_relay_uptime_seconds 3" in lines
-    assert "swarm_registry_records 0" in lines
+    lines = render(metrics).decode().splitlines()
+    assert 'swarm_relay_dropped_packets_total{reason="unknown_channel"} 1.0' in lines
+    assert 'swarm_relay_dropped_packets_total{reason="over_rate"} 0.0' in lines
+    assert "swarm_relay_uptime_seconds 3.0" in lines
+    assert "swarm_registry_records 0.0" in lines
