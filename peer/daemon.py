@@ -250,7 +250,9 @@ class PeerDaemon:
         manifest = await fetch_manifest(pool, model_id, offers)
         store = BlockStore(config.folders.cache, manifest)
         trusts = (lambda offer: True) if config.publishers is None else config.publishers.knows
-        fetcher = SliceFetcher(registry, pool, store, progress.fetching, trusts=trusts)
+        assert self._traffic is not None
+        pace = self._traffic.made_good
+        fetcher = SliceFetcher(registry, pool, store, progress.fetching, trusts=trusts, pace=pace)
         opened = OpenModel(manifest=manifest, name=offers[0].model_name, source=store, held=None)
         yield _Opened(model=opened, fetch=fetcher.fetch, is_fetched=True)
 
@@ -299,6 +301,8 @@ class PeerDaemon:
         moved_at = clock()
         while True:
             await asyncio.sleep(REBALANCE_S * random.uniform(0.5, 1.5))  # not all peers at the same moment
+            if self._pauses.why:  # neither line nor processors are ours now
+                continue
             try:
                 better = await chooser.better(self._experts, clock() - moved_at)
                 if better is None:
@@ -334,9 +338,9 @@ class PeerDaemon:
         except BaseException:
             loaded.close()
             raise
-        if not is_still_better:  # somebody else was faster
+        if not is_still_better or self._pauses.why:  # somebody else was faster, or a rest has begun meanwhile
             loaded.close()
-            logger.info("staying with %s: others have come", self._experts)
+            logger.info("staying with %s: %s", self._experts, self._pauses.why or "others have come")
             return False
         former = self._slice
         loaded.compute.stats = former.compute.stats  # counts since the start

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from swarm.errors import (
     IntegrityError,
@@ -93,6 +93,10 @@ async def fetch_manifest(pool: Pool, model: ModelId, offers: Sequence[ModelOffer
     raise NetworkError(f"nobody gives the manifest of model {model.short}: {error}")
 
 
+async def _at_once() -> None:
+    """Wait for nothing."""
+
+
 class SliceFetcher:
     """Fetches the missing blocks of one slice."""
 
@@ -104,18 +108,21 @@ class SliceFetcher:
         progress: Callable[[int, int], None],
         *,
         trusts: Callable[[ModelOffer], bool] = lambda offer: True,
+        pace: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         """Prepare.
 
         Args:
             progress: told (blocks there, blocks wanted) after each block.
             trusts: whether an offer's publisher may be asked: every block is checked, but not how long a stranger lets us wait.
+            pace: waited for before each block: a cap on traffic.
         """
         self._registry = registry
         self._pool = pool
         self._store = store
         self._progress = progress
         self._trusts = trusts
+        self._pace = pace
         self._offers: list[ModelOffer] = []
         self._failures: dict[NodeId, int] = {}  # a rising number for each: who failed last is asked last
         self._n_failures = 0
@@ -138,6 +145,7 @@ class SliceFetcher:
         async def work() -> None:
             nonlocal n_there
             for layer, expert in todo:  # the workers share one iterator: each block is taken once
+                await self._pace()
                 await self._fetch_block(layer, expert)
                 n_there += 1
                 self._progress(n_there, len(experts))

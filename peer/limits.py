@@ -43,7 +43,9 @@ class RateCap:
         Args:
             n_bytes: the counter now.
         """
-        self._level = min(self._burst, self._level + (now - self._at) * self.rate_bytes_s) - (n_bytes - self._n_bytes)
+        # What went since the last look is taken off before the burst bounds what is saved: an idle hour pays for its own pings.
+        earned = (now - self._at) * self.rate_bytes_s
+        self._level = min(self._burst, self._level + earned - (n_bytes - self._n_bytes))
         self._at, self._n_bytes = now, n_bytes
         missing = min(n_more, self._burst) - (self._level - self._n_promised)
         return max(0.0, missing / self.rate_bytes_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -14,6 +15,7 @@ from swarm.wire.rows import RowCodec, row_bytes
 
 # Of an answer's own bytes, what headers, acknowledgements and copies of lost datagrams add; the rest is seen afterwards.
 OVERHEAD = 1.05
+LOOK_S = 0.5  # between two looks while a fetch waits; guessed
 MAX_RETRY_S = 2.0  # what a backbone is told at most: by then it has asked somebody else
 
 
@@ -63,6 +65,15 @@ class Traffic:
         if wait_s > 0:
             raise Overloaded("this peer's share of its line is used up", retry_after_s=min(wait_s, MAX_RETRY_S))
         return n_bytes
+
+    async def made_good(self) -> None:
+        """Wait until what came in is within the cap: before each block that is fetched."""
+        cap = self._down
+        while cap is not None:
+            wait_s = cap.wait_s(self._now(), self._counters.bytes_received, 0)
+            if wait_s <= 0:
+                return
+            await asyncio.sleep(min(wait_s, LOOK_S))
 
     def promise(self, n_bytes: int) -> None:
         """Count an answer that was admitted."""

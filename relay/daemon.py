@@ -196,9 +196,8 @@ class RelayDaemon:
         from relay.web_socket import SocketBridges
         from swarm.web.map_server import add_map
 
-        make_map = RecordMap(
-            self._registry.table, join=f"swarm join --registry {ready.public or ready.registry}", now=self._now
-        )
+        join = f"swarm join --experts auto --registry {ready.public or ready.registry}"
+        make_map = RecordMap(self._registry.table, join=join, now=self._now)
         self._bridges = SocketBridges(parse_address(ready.address))
         port = await stack.enter_async_context(
             serve_http(

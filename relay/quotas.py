@@ -22,7 +22,7 @@ class Limits:
         total_bit_s: of all that the relay passes on.
         n_channels_per_node, n_reservations: at a time; reservations in all.
         queue_s: the longest that what is above a rate waits: a queue holds as many bytes as the rate carries in that time.
-        idle_s: after as long without a packet a channel is forgotten.
+        idle_s: after as long without a packet from one of its sides a channel is forgotten.
     """
 
     channel_bit_s: int = 50 * MBIT_S

@@ -52,22 +52,22 @@ class Drops:
 
 
 class _Leg:
-    __slots__ = ("address", "flow", "key", "node", "number")
+    __slots__ = ("address", "flow", "heard", "key", "node", "number")
 
-    def __init__(self, node: NodeId, key: bytes, flow: Flow) -> None:
+    def __init__(self, node: NodeId, key: bytes, flow: Flow, now: float) -> None:
         self.node = node
         self.key = key
         self.flow = flow
+        self.heard = now
         self.address: Address = None
         self.number = -1  # the highest of its BINDs and KEEPALIVEs
 
 
 class _Channel:
-    __slots__ = ("challenges", "heard", "legs")
+    __slots__ = ("challenges", "legs")
 
     def __init__(self, legs: tuple[_Leg | None, _Leg], now: float) -> None:
         self.legs = legs  # by side; a reservation has no caller
-        self.heard = now
         self.challenges = TokenBucket(rate_per_s=CHALLENGES_PER_S, burst=CHALLENGE_BURST, now=now)
 
 
@@ -149,9 +149,12 @@ class Switchboard:
         return True
 
     def is_idle(self, channel: bytes, now: float) -> bool:
-        """Return whether no packet has come on a channel for too long, or it is gone."""
+        """Return whether nothing has come from one side of a channel for too long, or it is gone.
+
+        Both sides send keepalives, so one that is silent is dead; the other would keep the channel for ever.
+        """
         entry = self._channels.get(channel)
-        return entry is None or now - entry.heard > self.limits.idle_s
+        return entry is None or any(leg is not None and now - leg.heard > self.limits.idle_s for leg in entry.legs)
 
     def bound_to(self, channel: bytes, side: int) -> Address | None:
         """Return where a leg's node is, if that is known."""
@@ -204,7 +207,7 @@ class Switchboard:
         if entry is None:
             entry = self._nodes[node] = _Node(byte_bucket(self.limits.node_bit_s, now))
         bucket = byte_bucket(self.limits.channel_bit_s, now)
-        return _Leg(node, key, Flow((bucket, entry.bucket), self.limits.queue_s))
+        return _Leg(node, key, Flow((bucket, entry.bucket), self.limits.queue_s), now)
 
     def _take(self, head: bytes, run: list[bytes], address: Address, now: float, flights: list[Flight]) -> None:
         if head[0] != p.RELAY:
@@ -233,7 +236,7 @@ class Switchboard:
         if len(run[0]) > MAX_PACKET_BYTES:
             self._drops["malformed"] += len(run)
             return
-        channel.heard = now
+        leg.heard = now
         n_bytes = len(run[0]) if len(run) == 1 else sum(map(len, run))
         n_now = self._queue.offer(leg.flow, run, n_bytes, now)
         if n_now:
@@ -277,7 +280,7 @@ class Switchboard:
             self._challenge(packet.channel, channel, address, len(data), now, flights)
             return
         leg.number = packet.number
-        channel.heard = now
+        leg.heard = now
         reply = p.Control(
             type=answer,
             channel=packet.channel,

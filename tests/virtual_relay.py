@@ -27,6 +27,11 @@ LOST_AFTER_S = 3.0
 WALL = 1_800_000_000.0
 
 
+async def _no_bridge(relay: SocketAddress, port: int) -> Any:
+    """The default would open a real socket, whose real time a virtual one does not wait for."""
+    raise ConnectionLost("no WebSockets in memory")
+
+
 class VirtualRelay:
     """A relay at an address; `nodes` are who may hear from it."""
 
@@ -167,7 +172,7 @@ class VirtualNode:
             self,  # type: ignore[arg-type]
             on_leg=on_leg or self.legs.append,
             rng=random.Random(seed),
-            open_bridge=open_bridge,
+            open_bridge=open_bridge or _no_bridge,
         )
 
     @property

@@ -112,6 +112,10 @@ class Answer:
             self._changed.clear()
             await self._changed.wait()
 
+    def let_go(self) -> None:
+        """Let its reader have it: a complete answer is not held any more, as what was read cannot be rewound."""
+        self.is_held = self.is_held and (self.finish_reason is None or self._error is not None)
+
     async def read(self) -> TextDelta | None:
         """Return the next piece, None after the last; raises what the answer failed with."""
         while not self._deltas:

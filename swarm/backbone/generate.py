@@ -147,10 +147,13 @@ class Backbone:
         return self
 
     async def __aexit__(self, *failure: object) -> None:
-        for lane, task in zip(self.lanes, self._running, strict=True):
+        for task in self._running:
             task.cancel()
-            lane.end(ConnectionLost("the backbone is closing"))
-        await self._tasks.__aexit__(None, None, None)
+        try:
+            await self._tasks.__aexit__(None, None, None)  # steps under way end first: they use what is freed then
+        finally:
+            for lane in self.lanes:
+                lane.end(ConnectionLost("the backbone is closing"))
 
     # What a gateway asks
 
@@ -355,12 +358,14 @@ class Backbone:
             began_at=began_at,
             seated_at=self._now(),
         )
-        self._idle.clear()
         if self._config.n_draft:
             engine = self._engines[seat.slot.lane]
             job.proposer = self._proposer(engine, seat.slot.sequence) if self._proposer else PromptLookup()
         if isinstance(seat.source, Entry):
             self.cache.used(seat.source)
+            job.lender = seat.source.origin  # its marks are needed until they are taken over, in the cache or not
+            self._held_origins[job.lender] += 1
+        self._idle.clear()
         self.lanes[seat.slot.lane].seat(job, seat)
         return job
 
@@ -373,6 +378,7 @@ class Backbone:
             await self._audits.settle(job.live.origin, AUDIT_WAIT_S)
             if answer.finish_reason is not None:
                 break  # else it is computed anew, from some place on
+        answer.let_go()
         while (delta := await answer.read()) is not None:
             yield delta
 
@@ -410,6 +416,12 @@ class Backbone:
             position = self._audits.tainted_from(job.live.origin)
             if position is not None:
                 self.lanes[job.slot.lane].rewind(job, position)
+        self._return(job)
+
+    def _return(self, job: Job) -> None:
+        """Let go of the sequence whose entry a job begins with."""
+        lender, job.lender = job.lender, 0
+        self.replaced(lender)
 
     def rewound(self, job: Job) -> None:
         """Note that a job has forgotten what was wrong."""
@@ -448,6 +460,7 @@ class Backbone:
 
     def freed(self, job: Job) -> None:
         """Give the slot to whoever waits."""
+        self._return(job)
         self.line.served(self._now() - job.seated_at)
         self._release()
         if not any(lane.jobs for lane in self.lanes):

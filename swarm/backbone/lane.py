@@ -92,6 +92,7 @@ class Job:
     """A request at work.
 
     Attributes:
+        lender: the sequence whose cached text it is about to begin with; 0: none.
         began_at: when it was accepted; seated_at: when it got its slot; token_at: of its latest token.
     """
 
@@ -100,6 +101,7 @@ class Job:
     drawer: Drawer
     slot: Slot
     proposer: Proposer | None = None
+    lender: int = 0
     began_at: float = 0.0
     seated_at: float = 0.0
     token_at: float | None = None
@@ -284,7 +286,7 @@ class Lane:
         for job in [job for job in self.jobs.values() if job.live.rewind_to is not None and not job.live.is_gone]:
             live, position = job.live, job.live.rewind_to
             live.rewind_to = None
-            if position is None:
+            if position is None or job.is_freed:  # its client went while another was rewound
                 continue
             if position >= live.n_computed:
                 if live.n_drawn and not job.answer.is_held:  # a stream between two steps: nothing was made in vain
@@ -350,7 +352,13 @@ class Lane:
 
     def _compute(self, shares: list[StepShare], jobs: list[Job]) -> list[_Result] | _Failure:
         """One step, on the engine's thread."""
-        drafts = [self._propose(share, job) for share, job in zip(shares, jobs, strict=True)]
+        drafts: list[list[int]] = []
+        for share, job in zip(shares, jobs, strict=True):
+            try:
+                drafts.append(self._propose(share, job))
+            except SwarmError as error:  # nobody knows what is left of its text; the others' are as they were
+                self._forget(share.request.sequence, 0)
+                return _Failure(error, (share.request.origin,), {share.request.origin})
         parts = []
         for share, draft in zip(shares, drafts, strict=True):
             live = share.request
@@ -405,6 +413,8 @@ class Lane:
 
     def _take_result(self, share: StepShare, job: Job, result: _Result) -> None:
         live, answer = job.live, job.answer
+        if result.is_lost:
+            live.n_computed = 0
         if live.is_gone or live.rewind_to is not None:
             return  # what its slot holds beyond `n_computed` is removed before it is used again
         if result.error is not None:
@@ -434,6 +444,8 @@ class Lane:
                 job.live.n_computed = 0
         left = [job for job in jobs if not job.live.is_gone]
         blamed = [job for job in left if job.live.origin in failure.concerned]
+        if not blamed and any(job.live.is_gone and job.live.origin in failure.concerned for job in jobs):
+            return  # who needed it has gone meanwhile: the others' step is made again
         is_final = isinstance(failure.error, ConnectionLost) or not isinstance(failure.error, SwarmError)
         if len(left) > 1 and not blamed and not is_final:
             logger.info("a step of %d requests failed, each is tried alone: %s", len(left), failure.error)

@@ -29,7 +29,7 @@ WHAT = {
     "manifests": "hashes of models",
     "backbone_hashes": "hashes of models",
     "synthetic": "random models of benchmarks",
-    "gates": "results of swarm verify",
+    "gate": "results of swarm verify",
 }
 
 
@@ -79,7 +79,8 @@ def prune(
     """Remove what was not used for a while. A peer or backbone that runs meanwhile may have to fetch again."""
     folder = Folders.from_environment().cache
     before = time.time() - (0 if everything else parse_duration_s(unused_for, "--unused-for"))
-    gone = [each for each in entries_of(folder) if everything or each.used_at < before]
+    # A gate's result is a few kilobytes and minutes of work, and without it `serve` sends four times the bytes.
+    gone = [each for each in entries_of(folder) if everything or (each.used_at < before and each.kind != "gate")]
     for each in gone if not dry_run else ():
         try:
             shutil.rmtree(each.path) if each.path.is_dir() else each.path.unlink(missing_ok=True)
@@ -101,12 +102,12 @@ def entries_of(folder: Path) -> list[Entry]:
                 [Path(root) / name for root, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
             )
             sizes, used = [0], [0.0]
-            for file in files:
+            for file in files or [path]:  # an empty folder: a fetch has just begun
                 try:
                     stat = file.stat()
                 except OSError:
                     continue
-                sizes.append(stat.st_size)
+                sizes.append(stat.st_size if files else 0)
                 used.append(max(stat.st_atime, stat.st_mtime))
             found.append(Entry(kind.name if kind.is_dir() else "registry", path, sum(sizes), max(used)))
     return found

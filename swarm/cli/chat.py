@@ -68,6 +68,7 @@ def chat(
         return
     history = Folders.from_environment().state / HISTORY_FILE
     history.parent.mkdir(parents=True, exist_ok=True)
+    history.touch(mode=0o600)  # what was typed is nobody else's
     run_async(converse(session, line_reader(history)))
 
 
@@ -89,7 +90,9 @@ async def converse(session: ChatSession, read_line: ReadLine) -> None:
     """Talk until the person leaves. An error ends an answer, never the conversation."""
     async with session:
         name = await session.served_model()
-        out.print(f"Talking to {name}. /help lists the commands.", style="dim", highlight=False)
+        out.print(
+            f"Talking to {printable(name)}. /help lists the commands.", style="dim", highlight=False, markup=False
+        )
         last = ""
         while True:
             try:
@@ -125,7 +128,7 @@ async def answer(session: ChatSession, question: str) -> None:
         out.print(" [stopped]", style="dim", highlight=False, markup=False)
     except SwarmError as error:
         out.print()
-        err.print(str(error), style="red", highlight=False, markup=False)
+        err.print(printable(str(error)), style="red", highlight=False, markup=False)
         return
     finally:
         if has_handler:
@@ -142,9 +145,13 @@ async def _stream(session: ChatSession, question: str) -> None:
 
 def show(piece: str) -> None:
     """Print a piece of an answer at once, but for the control characters that could command the terminal."""
-    safe = "".join(each for each in piece if each.isprintable() or each in "\n\t")
-    out.file.write(safe)  # rich would widen tabs and wrap each piece by itself
+    out.file.write(printable(piece))  # rich would widen tabs and wrap each piece by itself
     out.file.flush()
+
+
+def printable(text: str) -> str:
+    """Return a text of others without what could command the terminal."""
+    return "".join(each for each in text if each.isprintable() or each in "\n\t")
 
 
 def _command(session: ChatSession, line: str, last: str) -> str:
@@ -156,7 +163,7 @@ def _command(session: ChatSession, line: str, last: str) -> str:
         case "/system":
             session.turns = [{"role": "system", "content": rest.strip()}] if rest.strip() else []
         case "/retry":
-            if last and len(session.turns) >= 2 and session.turns[-1]["role"] == "assistant":
+            if session.turns[-2:-1] == [{"role": "user", "content": last}]:  # else it had no answer
                 del session.turns[-2:]
             return last
         case "/help":

@@ -259,18 +259,20 @@ def join(
 
 
 def _make_service(what: str, folders: Folders) -> None:
-    arguments = sys.argv[sys.argv.index("join") + 1 :] if "join" in sys.argv else sys.argv[1:]
+    begin = sys.argv.index("join") if "join" in sys.argv else 0
+    common, arguments = sys.argv[1:begin], sys.argv[begin + 1 :]
     kept: list[str] = []
     is_value = False
     for argument in arguments:
         if not is_value and argument != "--service" and not argument.startswith("--service="):
             kept.append(argument)
         is_value = argument == "--service"
-    unit = join_unit(kept, (folders.config, folders.state, folders.cache))
+    written = (folders.config, folders.state, folders.cache)
+    unit = join_unit(kept, written, common=common)
     if what == "print":
         print(unit)
     elif what == "install":
-        path = install_unit(unit)
+        path = install_unit(unit, written)
         out.print(f"wrote {path}", highlight=False, markup=False)
         out.print(f"start it:      systemctl --user daemon-reload && systemctl --user enable --now {path.name}")
         out.print("keep it while you are logged out:  loginctl enable-linger")

@@ -129,6 +129,11 @@ def _require_free(role: str) -> None:
 def _set_aside(path: Path) -> Path | None:
     if not path.exists():
         return None
-    kept = path.with_suffix(f".old-{time.strftime('%Y%m%d-%H%M%S')}")
+    now = time.strftime("%Y%m%d-%H%M%S")
+    kept = path.with_suffix(f".old-{now}")
+    number = 1
+    while kept.exists():  # one was set aside in this second already, and must not be lost
+        number += 1
+        kept = path.with_suffix(f".old-{now}-{number}")
     path.rename(kept)
     return kept

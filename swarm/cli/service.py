@@ -18,8 +18,11 @@ After=network-online.target
 
 [Service]
 ExecStart={command}
+WorkingDirectory={here}
 {environment}Restart=on-failure
 RestartSec=30
+# 2 is a mistake in the options: trying again would not help.
+RestartPreventExitStatus=2
 # The first SIGTERM lets it finish what it has.
 TimeoutStopSec=60
 Nice=10
@@ -31,31 +34,47 @@ PrivateTmp=true
 [Install]
 WantedBy=default.target
 """
-KEPT_VARIABLES = ("SWARM_REGISTRY", "SWARM_HOME", "SWARM_HOST", "SWARM_ENGINE", "HF_ENDPOINT")
+KEPT_VARIABLES = (
+    "SWARM_REGISTRY",
+    "SWARM_HOME",
+    "SWARM_HOST",
+    "SWARM_CONFIG",
+    "SWARM_ENGINE",
+    "SWARM_QUIC",
+    "SWARM_READINESS",
+    "HF_ENDPOINT",
+)
 NAME = "swarm-join.service"
 
 
-def join_unit(arguments: Sequence[str], folders: Sequence[Path]) -> str:
-    """Return the unit that runs `swarm join` with these arguments, in this Python.
+def join_unit(arguments: Sequence[str], folders: Sequence[Path], *, common: Sequence[str] = ()) -> str:
+    """Return the unit that runs `swarm join` with these arguments, in this Python and this folder.
 
     Args:
         folders: that the peer writes.
+        common: options that stand before the command.
     """
-    command = [sys.executable, "-m", "swarm", "join", *arguments]
+    command = [sys.executable, "-m", "swarm", *common, "join", *arguments]
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     return UNIT.format(
-        command=" ".join(_quoted(each) for each in command),
+        command=" ".join(_quoted(each.replace("$", "$$")) for each in command),  # there alone variables are expanded
+        here=os.getcwd().replace("%", "%%"),  # paths among the arguments may be relative; no quotes are taken here
         environment="".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in kept.items()),
-        folders=" ".join(_quoted(str(each)) for each in folders),
+        folders=" ".join(_quoted(str(each.absolute())) for each in folders),
     )
 
 
-def install_unit(unit: str) -> Path:
-    """Write the unit where systemd looks for a user's; the caller says how to start it. Raises UserError."""
+def install_unit(unit: str, folders: Sequence[Path]) -> Path:
+    """Write the unit where systemd looks for a user's; the caller says how to start it. Raises UserError.
+
+    Args:
+        folders: as `join_unit`'s; made now: systemd starts no service of which one is missing.
+    """
     root = Path(os.environ.get("XDG_CONFIG_HOME", Path.home() / ".config"))
     path = root / "systemd" / "user" / NAME
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for each in (path.parent, *folders):
+            each.mkdir(parents=True, exist_ok=True)
         write_atomically(path, unit.encode())
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
@@ -64,5 +83,5 @@ def install_unit(unit: str) -> Path:
 
 def _quoted(text: str) -> str:
     """Return a word as systemd reads it: its own `%` doubled, and quotes where there is need."""
-    text = text.replace("%", "%%").replace("$", "$$")
+    text = text.replace("%", "%%")
     return text if shlex.quote(text) == text else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -8,7 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from swarm.cli.chat import DEFAULT_URL
+from swarm.cli.chat import DEFAULT_URL, printable
 from swarm.cli.chat_session import ChatSession
 from swarm.cli.options import JsonOption
 from swarm.cli.runtime import out, print_json, run_async
@@ -60,7 +60,7 @@ async def _ask(url: str, api_key: str, question: str, max_tokens: int) -> dict[s
 
 def show(answer: dict[str, Any], step: int) -> None:
     """Print an answer and its waterfall."""
-    out.print(answer["text"], markup=False, highlight=False)
+    out.print(printable(answer["text"]), markup=False, highlight=False)
     out.print()
     total_s = max(answer["total_s"], 1e-9)
     table = Table(

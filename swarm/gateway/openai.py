@@ -353,7 +353,7 @@ def _logit_bias(value: object) -> tuple[tuple[int, float], ...]:
                 pass
             case _:
                 raise RequestRefused("logit_bias must map token ids to numbers", param="logit_bias")
-        if bias is False:
+        if bias is False and 0 <= token <= MAX_TOKEN_ID:
             found.append((token, -math.inf))
         elif type(bias) in (int, float) and -100 <= bias <= 100 and 0 <= token <= MAX_TOKEN_ID:
             found.append((token, float(bias)))

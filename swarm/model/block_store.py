@@ -65,6 +65,7 @@ class BlockStore:
         """
         verify_block(self.manifest, layer, expert, block)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)  # `swarm cache prune` may have taken it
             write_atomically(self._path(layer, expert), block)
         except OSError as error:
             raise UserError(f"cannot keep blocks in {self.folder}: {error.strerror}") from error

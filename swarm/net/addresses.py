@@ -33,6 +33,22 @@ def parse_address(text: str, *, allow_any_port: bool = False) -> SocketAddress:
     return host, int(port)
 
 
+def literal_address(text: str) -> SocketAddress:
+    """Return (host, port) of an untrusted text, the host an IP literal that may be a node's: the socket takes it as it is.
+
+    Raises:
+        UserError: anything else, such as a zone, which means nothing on another machine and with which sockets choke.
+    """
+    host, port = parse_address(text)
+    try:
+        ip = plain_ip(host)
+        if "%" not in host and not ip.is_multicast and not ip.is_unspecified:
+            return str(ip), port
+    except ValueError:
+        pass
+    raise UserError(f"not a node's address: got {text[:80]!r}, expected a unicast IP literal without a zone")
+
+
 def format_address(address: tuple[str, int] | tuple[str, int, int, int]) -> str:
     """Return the text of a socket's address, an IPv4 one in IPv6 clothes as itself."""
     host, port = plain_address(address) if address[0].startswith("::ffff:") else address[:2]

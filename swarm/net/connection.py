@@ -21,10 +21,11 @@ from swarm.errors import (
     IdentityMismatch,
     RemoteProtocolError,
     SwarmError,
+    UserError,
     VersionRefused,
 )
 from swarm.ids import NodeId
-from swarm.net.addresses import SocketAddress
+from swarm.net.addresses import SocketAddress, format_address, literal_address
 from swarm.net.congestion import SLICE_PACKETS
 from swarm.net.path_monitor import PathMonitor
 from swarm.net.paths import Path
@@ -484,7 +485,7 @@ class Connection:
             elif isinstance(event, e.RequestCancelled):
                 self._on_cancel(self, event.exchange)
             elif isinstance(event, e.Opened):
-                self.observed_address = event.observed_address
+                self.observed_address = _literal(event.observed_address)
                 if not self._opened.done():
                     self._opened.set_result(None)
                 self._on_open(self)
@@ -548,6 +549,14 @@ class Connection:
             if self.monitor is not None:
                 self.monitor.close()
             self._on_gone(self)
+
+
+def _literal(address: str | None) -> str | None:
+    """Return where the other side says that it sees us; None: nothing that could be announced, or offered to others."""
+    try:
+        return None if address is None else format_address(literal_address(address))
+    except UserError:
+        return None
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -204,10 +204,7 @@ class Endpoint:
         for connection in self._connections:
             observed = connection.observed_address
             if connection.is_client and connection.is_open and connection.address is not None and observed:
-                try:
-                    found.append((plain_address(connection.path.address), parse_address(observed)))
-                except UserError:
-                    continue  # untrusted text
+                found.append((plain_address(connection.path.address), parse_address(observed)))
         return found
 
     # Paths

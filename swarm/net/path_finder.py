@@ -121,7 +121,14 @@ class PathFinder:
 
     def mapping(self, version: int = 4) -> m.Mapping:
         """Return what is between us and the others, as far as is known."""
-        return m.Mapping.BLOCKED if self.relays.has_bridge else mapping_of(self.sightings(), version)
+        return m.Mapping.BLOCKED if self._is_blocked() else mapping_of(self.sightings(), version)
+
+    def _is_blocked(self) -> bool:
+        """Return whether no UDP gets out: a relay is reached by WebSocket, and nobody out there without.
+
+        One relay alone may be anybody's, named by a voucher, and its UDP alone may be off.
+        """
+        return self.relays.has_bridge and not any(plain_ip(each.by[0]).is_global for each in self.sightings())
 
     def own_addresses(self) -> list[SocketAddress]:
         """Return the addresses of this machine's interfaces to the world, with our port."""
@@ -131,7 +138,7 @@ class PathFinder:
         """Return what to announce; `address`: where a registry sees us, or what a person says (`is_advertised`)."""
         sightings = self.sightings()
         addresses = [address]
-        if self.relays.has_bridge and not is_advertised:
+        if self._is_blocked() and not is_advertised:
             addresses = [format_address(each) for each in self.own_addresses()] or addresses
         elif not is_advertised:
             addresses += [format_address(each.at) for each in sightings]
@@ -150,7 +157,7 @@ class PathFinder:
 
         They have, or they see us at an address of our own and nobody has tried in vain.
         """
-        if self.relays.has_bridge:
+        if self._is_blocked():
             return False
         verdicts = [self.reach.verdicts[version] for version in self._endpoint.families]
         if Verdict.PUBLIC in verdicts:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swarm.errors import UserError
 from swarm.ip import plain_ip
-from swarm.net.addresses import SocketAddress, format_address, parse_address
+from swarm.net.addresses import SocketAddress, format_address, literal_address
 from swarm.wire.messages import MAX_CANDIDATES, Mapping
 
 
@@ -59,16 +59,16 @@ def usable(offered: Sequence[str], *, may_be_here: bool) -> list[SocketAddress]:
     addresses: list[SocketAddress] = []
     for text in offered[:MAX_CANDIDATES]:
         try:
-            host, port = parse_address(text)
-            ip = plain_ip(host)
-        except (UserError, ValueError):
+            address = literal_address(text)
+        except UserError:
             continue
-        if ip.is_multicast or ip.is_unspecified or str(ip).endswith(".255") or (ip.is_loopback and not may_be_here):
+        ip = plain_ip(address[0])
+        if address[0].endswith(".255") or (ip.is_loopback and not may_be_here):
             continue
         if isinstance(ip, ipaddress.IPv6Address) and ip.is_link_local:  # means nothing without a zone
             continue
-        if (str(ip), port) not in addresses:
-            addresses.append((str(ip), port))
+        if address not in addresses:
+            addresses.append(address)
     return addresses
 
 

@@ -297,5 +297,5 @@ def driver_class() -> type[QuicDriver]:
     try:
         from swarm.net.qh3_driver import Qh3Driver
     except ImportError as error:
-        raise UserError("SWARM_QUIC=qh3, but qh3 is not installed; run pip install 'moe-swarm[fast]'") from error
+        raise UserError("SWARM_QUIC=qh3, but qh3 is not installed; run pip install 'qh3~=2.1.0'") from error
     return Qh3Driver

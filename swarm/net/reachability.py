@@ -26,7 +26,7 @@ from enum import Enum
 
 from swarm.errors import Overloaded, Refused, RemoteProtocolError, RemoteRefused, SwarmError, UserError
 from swarm.ip import plain_ip
-from swarm.net.addresses import format_address, parse_address
+from swarm.net.addresses import format_address, literal_address
 from swarm.net.admission import host_of
 from swarm.net.connection import Connection, clock
 from swarm.net.endpoint import Endpoint
@@ -138,11 +138,10 @@ class ReachChecker:
             raise Overloaded("this node has dialled for you a moment ago", retry_after_s=CHECK_REST_S)
         self._dialled = {each: at for each, at in self._dialled.items() if each.is_open} | {connection: now}
         try:
-            address = parse_address(request.address)
-            ip = plain_ip(address[0])
-        except (UserError, ValueError) as error:
-            raise RemoteProtocolError("DIAL_BACK without an IP address") from error
-        if ip.is_multicast or ip.is_unspecified or ip.is_loopback:
+            address = literal_address(request.address)
+        except UserError as error:
+            raise RemoteProtocolError("DIAL_BACK without a node's IP address") from error
+        if plain_ip(address[0]).is_loopback:
             raise RemoteProtocolError("DIAL_BACK to an address that is nobody's")
         try:
             dialled = await self._endpoint.dial(address, expected=request.node_id, timeout_s=DIAL_BACK_S)
@@ -199,6 +198,8 @@ class ReachBroker:
         assert isinstance(request, m.CheckReach)
         host = connection.remote_address
         if host is None or connection.is_client or connection.path.is_relayed or not request.port:
+            raise Refused("where you are cannot be told from here")
+        if plain_ip(host).is_loopback:  # by WebSocket, perhaps; helpers leave a relay that sends them there
             raise Refused("where you are cannot be told from here")
         self._take_turn(host_of(host))
         helpers = self._helpers(host)

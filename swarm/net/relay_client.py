@@ -53,6 +53,8 @@ REPLACED_REST_S = 300.0  # another process with our key was told that it may; fi
 # Of a reservation's own leg. DESIGN says 15 s, but a relay's restart is to be healed within 5 s (scenario 20).
 RESERVATION_KEEPALIVE_S = 1.5
 CHANNEL_KEEPALIVE_S = 15.0  # DESIGN section 4; below NATs' shortest timeouts of 30 s
+MIN_KEEPALIVE_S = 0.25  # whatever a relay says: at 0 s each answer would bring the next; guessed
+MAX_LEGS = 1024  # that relays may make us keep a timer for; guessed: sixteen times what one lets a node have
 
 
 KnownRelays = Callable[[], "Sequence[RelayAddress]"]
@@ -377,7 +379,7 @@ class RelayClient:
             return m.Done()
         if not isinstance(request, m.Incoming) or not is_relay or self._on_leg is None:
             raise Refused("this node takes no calls by way of you")
-        if request.leg.side != p.CALLED or request.leg.channel in self._legs:
+        if request.leg.side != p.CALLED or request.leg.channel in self._legs or len(self._legs) >= MAX_LEGS:
             raise Refused("that is not a leg for this node")
         leg = self._make_leg(request.leg, connection, request.caller, CHANNEL_KEEPALIVE_S)
         try:
@@ -421,7 +423,7 @@ class RelayClient:
             leg,
             connection.address,
             remote,
-            keepalive_s=min(keepalive_s, leg.idle_ms / 3e3),
+            keepalive_s=min(keepalive_s, max(leg.idle_ms / 3e3, MIN_KEEPALIVE_S)),
             rng=self._rng,
             send=self._endpoint.send_raw,
             on_moved=self._on_moved,

@@ -54,7 +54,7 @@ class WebSocketBridge:
         Raises:
             ConnectionLost: there is no such way.
         """
-        client = aiohttp.ClientSession()
+        client = aiohttp.ClientSession(trace_configs=[_no_redirects()])
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 socket_ = await client.ws_connect(
@@ -116,3 +116,14 @@ class WebSocketBridge:
     async def _send(self) -> None:
         while True:
             await self._relay.send_bytes(await self._queue.get())
+
+
+def _no_redirects() -> aiohttp.TraceConfig:
+    """Return what ends a request that is sent elsewhere: whoever names a relay could have any page of our network fetched."""
+
+    async def refuse(*_: object) -> None:
+        raise aiohttp.ClientError("it sends us elsewhere, which no relay does")
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(refuse)
+    return trace

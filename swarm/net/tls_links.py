@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 4.0  # as a dial over QUIC
 MAX_HANDSHAKES = 32  # under way; more are turned away. Guessed: as the endpoint's half-open connections
 MAX_LINKS = 1024  # accepted and not gone, greetings or not; guessed: a quarter of the endpoint's connections
+SILENT_S = 30  # of an accepted link before the kernel asks, three times, whether anybody is there; guessed
 _SERVES: tuple[type[m.Request], ...] = (m.Dispatch,)  # what is large or rare goes over QUIC
 
 
@@ -170,8 +171,6 @@ class TlsListener:
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            if not is_here:
-                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = asyncio.get_running_loop().create_task(self._shake_hands(accepted), name="tls handshake")
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
@@ -179,6 +178,8 @@ class TlsListener:
     async def _shake_hands(self, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
+            if accepted.family is not socket.AF_UNIX:
+                _prepare(accepted)
             await loop.connect_accepted_socket(
                 self._accept, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
             )
@@ -227,6 +228,15 @@ class TlsListener:
     def _on_gone(self, link: TlsLink) -> None:
         self._links.discard(link)
         self._endpoint.serving.forget(cast(Connection, link))
+
+
+def _prepare(accepted: socket.socket) -> None:
+    """Let an accepted socket send at once, and end when its node is gone without a word: the server's side never pings."""
+    accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", SILENT_S), ("TCP_KEEPINTVL", SILENT_S // 3), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):
+            accepted.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def dial_tls(

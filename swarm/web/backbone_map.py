@@ -16,6 +16,7 @@ import numpy as np
 from swarm.backbone.assembly import RunningBackbone
 from swarm.dispatch.peer_states import PeerState, PeerView
 from swarm.ids import NodeId, format_index_set
+from swarm.net.addresses import is_loopback
 from swarm.registry.client import RegistryAddress
 from swarm.web.registry_map import digits
 
@@ -34,8 +35,9 @@ class BackboneMap:
     ) -> None:
         """`registry`: where volunteers find this swarm, for the command that the map shows them."""
         self._running = running
-        nodes = ",".join(str(each) for each in registry)
-        self._join = f"SWARM_REGISTRY={nodes} swarm join --experts auto"
+        nodes = ",".join(str(each) for each in registry if not is_loopback(each.address[0]))
+        # A relay on this machine is known here as 127.0.0.1, which is of no use elsewhere: its own map tells more.
+        self._join = f"SWARM_REGISTRY={nodes} swarm join --experts auto" if nodes else "swarm join --experts auto"
         self._place = place
         self._written: deque[tuple[float, int]] = deque()  # (when, tokens so far)
 

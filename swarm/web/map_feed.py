@@ -2,7 +2,8 @@
 
 An event holds absolute values, so one that is lost or applied twice does no harm:
 
-    {"at": seconds, "top": {field: value}, "models": {model id: {field: value}}, "peers": {peer id: {field: value}}, "gone": [id]}
+    {"at": seconds, "top": {field: value}, "models": {model id: {field: value}}, "peers": {peer id: {field: value}}, "gone": [id],
+     "gone_models": [id]}
 
 What does not fit into the budget comes with the next event: first who came and went, then states, then round trips.
 """
@@ -51,6 +52,11 @@ class MapFeed:
                 known |= changed
         if models:
             event["models"] = models
+        gone_models = self._models.keys() - {each["model_id"] for each in now["models"]}
+        for model in gone_models:
+            del self._models[model]
+        if gone_models:
+            event["gone_models"] = sorted(gone_models)
         peers = {each["id"]: each for each in now["peers"]}
         gone = [peer for peer in self._peers if peer not in peers]
         for peer in gone:

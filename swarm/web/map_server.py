@@ -59,7 +59,7 @@ def add_map(app: web.Application, make_map: Callable[[], Json], *, has_chat: boo
     app.router.add_get("/map", server.page)
     app.router.add_get("/map/plain", server.plain)
     app.router.add_get("/map.json", server.as_json)
-    app.router.add_get("/map/events", server.events)
+    app.router.add_get("/map/events", server.events, allow_head=False)  # a stream has no head alone
     app.router.add_get("/map/static/{name}", server.static)
     app.on_shutdown.append(server.close)
 

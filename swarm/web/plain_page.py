@@ -61,13 +61,17 @@ def _peer_cells(peer: Json, at: int) -> tuple[str, ...]:
     return (
         peer["short"],
         peer["state"],
-        _ago(at - peer["state_since"]),
+        _since(peer["state_since"], at),
         experts,
         "yes" if peer["exact"] else "",
         peer["path"] or "",
         "" if peer["rtt_ms"] is None else f"{peer['rtt_ms']} ms",
-        _ago(at - peer["seen_since"]),
+        _since(peer["seen_since"], at),
     )
+
+
+def _since(moment: int | None, now: int) -> str:
+    return "" if moment is None else _ago(now - moment)  # a registry does not know
 
 
 def _ago(seconds: int) -> str:

@@ -318,7 +318,7 @@ async def test_metrics_and_health_say_how_the_relay_is() -> None:
             async with http.get(f"{url}/map.json") as answer_:
                 shown = await answer_.json()
                 assert (shown["source"], shown["models"]) == ("registry", [])
-                assert shown["join"].startswith("swarm join --registry swarm://")
+                assert shown["join"].startswith("swarm join --experts auto --registry swarm://")
             async with http.get(f"{url}/map") as answer_:
                 assert answer_.content_type == "text/html"
             daemon.service.is_draining = True

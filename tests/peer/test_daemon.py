@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import os
 import threading
@@ -20,6 +21,7 @@ from peer.auto import AutoExperts
 from peer.compute import MAX_LINE, ComputeStats
 from peer.config import PeerConfig, PeerReady, Progress
 from peer.daemon import PeerDaemon
+from peer.limits import Schedule
 from swarm.errors import (
     ExpertsNotHeld,
     IntegrityError,
@@ -529,6 +531,29 @@ async def test_a_peer_moves_to_what_is_scarcer_and_computes_both_until_backbones
             await endpoint.ask(tagged(small, experts=(4, 5)))
         status = json.loads((await endpoint.ask(m.GetStatus())).data)
         assert (status["n_dispatches"], status["n_assignments"]) == (3, 6), "counts go on"
+
+
+@pytest.mark.usefixtures("moving")
+async def test_a_peer_that_rests_does_not_move(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_look = False
+    n_looks = 0
+
+    async def better(self: auto.Chooser, held: ExpertSet, since_s: float) -> None:
+        nonlocal n_looks
+        n_looks += may_look
+
+    monkeypatch.setattr(auto.Chooser, "better", better)
+    network.add(small, 1)
+    now = datetime.datetime.now()
+    hour_later, hour_before = ((now + datetime.timedelta(hours=each)).time() for each in (1, -1))
+    closed = Schedule(((hour_later, hour_before),))
+    async with joined(config(experts=room_for(small, 2), schedule=closed)):
+        await until(lambda: isinstance(FakeRegistry.published[-1], Withdrawal))
+        may_look = True
+        await asyncio.sleep(0.1)
+        assert n_looks == 0
 
 
 @pytest.mark.usefixtures("moving")

@@ -176,6 +176,29 @@ async def test_each_block_is_one_request_and_is_kept(
     assert network.n_lookups == 1, "the registry is not asked for each block"
 
 
+async def test_each_block_waits_for_the_cap_on_traffic(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    n_asked: list[int] = []
+
+    async def pace() -> None:
+        n_asked.append(len(network.blocks_asked()))
+
+    await SliceFetcher(network, network, store, lambda *_: None, pace=pace).fetch(WANTED)  # type: ignore[arg-type]
+    assert len(n_asked) == 6
+    assert n_asked[0] == 0
+
+
+async def test_a_folder_that_was_taken_away_is_made_again(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    store.folder.rmdir()
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+
+
 async def test_few_blocks_are_under_way_at_a_time(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:
     honest, n_now, n_most = small.share(), 0, 0
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from peer import traffic as traffic_module
 from peer.limits import BUSY_FOR_S, IDLE_FOR_S, BusyMeter, RateCap, Schedule, parse_schedule
 from peer.pauses import Pauses, outside_hours, while_busy
 from peer.traffic import Traffic
@@ -48,6 +49,11 @@ def test_an_answer_larger_than_the_burst_goes_when_the_burst_is_full() -> None:
     cap = RateCap(1e6, now=0, n_bytes=0)
     assert cap.wait_s(0, 0, 10_000_000) == 0
     assert cap.wait_s(0, 10_000_000, 1) == pytest.approx(9.5, abs=0.01)
+
+
+def test_hours_of_little_traffic_do_not_count_against_the_next_second() -> None:
+    cap = RateCap(50_000, now=0, n_bytes=0)
+    assert cap.wait_s(36_000, 36_000 * 60, 20_000) == 0
 
 
 def test_a_rate_too_low_for_anything_is_refused() -> None:
@@ -163,3 +169,26 @@ def test_what_came_in_above_the_download_makes_the_next_ones_wait() -> None:
     assert refused.value.retry_after_s == pytest.approx(0.3)
     now = 0.31
     traffic.admit(dispatch(1))
+
+
+async def test_a_fetch_keeps_to_the_download_and_leaves_no_debt_to_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    counters = SimpleNamespace(bytes_sent=0, repair_bytes=0, bytes_received=0)
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(traffic_module.asyncio, "sleep", sleep)
+    traffic = Traffic(counters, max_upload_bytes_s=None, max_download_bytes_s=1e6, now=lambda: now)
+    for _ in range(20):
+        await traffic.made_good()
+        counters.bytes_received += 3_000_000
+    assert counters.bytes_received <= 1.05 * 1e6 * (now + 3)
+    await traffic.made_good()
+    assert traffic.admit(dispatch(1)) == 0
+    unbounded = Traffic(counters, max_upload_bytes_s=1e6, max_download_bytes_s=None, now=lambda: now)
+    counters.bytes_received += 3_000_000
+    before = now
+    await unbounded.made_good()
+    assert now == before

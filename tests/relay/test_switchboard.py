@@ -248,9 +248,19 @@ def test_keepalives_keep_a_channel_from_being_forgotten() -> None:
     late = T0 + board.limits.idle_s
     assert not board.is_idle(CHANNEL, late)
     assert board.is_idle(CHANNEL, late + 1)
-    board.receive([control(p.PacketType.KEEPALIVE, 0, 1)], CALLER, late)
+    for side, address in enumerate((CALLER, CALLED)):
+        board.receive([control(p.PacketType.KEEPALIVE, side, 1)], address, late)
     assert not board.is_idle(CHANNEL, late + 1)
     assert board.is_idle(b"UNKNOWN0", T0)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_keepalives_of_one_side_alone_do_not_keep_a_channel(side: int) -> None:
+    """A caller that was killed gives nothing up: else the called node would keep its channel, and its place, for ever."""
+    board = bound()
+    late = T0 + board.limits.idle_s
+    board.receive([control(p.PacketType.KEEPALIVE, side, 1)], (CALLER, CALLED)[side], late)
+    assert board.is_idle(CHANNEL, late + 1)
 
 
 def test_strangers_do_not_keep_a_channel_alive() -> None:

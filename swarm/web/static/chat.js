@@ -36,7 +36,8 @@ async function* events(answer) {
 }
 
 async function ask(text) {
-  turns.push({ role: "user", content: text });
+  const mine = turns; // of this conversation: a new one may have begun before the answer ends
+  mine.push({ role: "user", content: text });
   show("user", text);
   const item = show("assistant", "…");
   let answer = "", nTokens = 0;
@@ -48,7 +49,7 @@ async function ask(text) {
   try {
     const response = await fetch("/v1/chat/completions", {
       method: "POST", headers: headers(), signal: stopper.signal,
-      body: JSON.stringify({ messages: turns, stream: true, stream_options: { include_usage: true } }),
+      body: JSON.stringify({ messages: mine, stream: true, stream_options: { include_usage: true } }),
     });
     if (!response.ok) throw new Error(await told(response));
     for await (const event of events(response)) {
@@ -60,7 +61,7 @@ async function ask(text) {
   } catch (error) {
     if (error.name !== "AbortError") show("failed", String(error.message));
   } finally {
-    if (answer) turns.push({ role: "assistant", content: answer }); else { item.remove(); turns.pop(); }
+    if (answer) mine.push({ role: "assistant", content: answer }); else { item.remove(); mine.pop(); }
     const writing = (performance.now() - first) / 1000;
     $("stats").textContent = nTokens > 1 && first
       ? `${nTokens} tokens, first after ${((first - started) / 1000).toFixed(1)} s, then ${((nTokens - 1) / writing).toFixed(1)} tokens/s` : "";

@@ -34,6 +34,7 @@ function apply(event) {
   map.at = event.at;
   Object.assign(map, event.top ?? {});
   for (const id of event.gone ?? []) map.peers.delete(id);
+  for (const id of event.gone_models ?? []) map.models.delete(id);
   for (const [id, fields] of Object.entries(event.peers ?? {})) map.peers.set(id, { ...map.peers.get(id), ...fields });
   for (const [id, fields] of Object.entries(event.models ?? {})) map.models.set(id, { ...map.models.get(id), ...fields });
   draw();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 
@@ -112,6 +113,18 @@ async def test_a_dispatch_is_answered_as_over_quic(by_unix: bool) -> None:
         with pytest.raises(RemoteRefused, match="no such layer"):
             await link.request(dispatch(layer=9), timeout_s=TIMEOUT_S)
         assert link.is_open, "a refusal does not end it"
+        link.close()
+
+
+async def test_a_node_that_is_gone_without_a_word_does_not_keep_its_link() -> None:
+    """The server never pings, and a stream that carries nothing lasts for ever: 1,024 of them would be all there are."""
+    async with world(Handler()) as w:
+        link = await w.dial()
+        (accepted,) = w.listener._links
+        assert accepted._transport is not None
+        accepted_socket = accepted._transport.get_extra_info("socket")
+        assert accepted_socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         link.close()
 
 

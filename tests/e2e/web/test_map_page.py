@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import random
@@ -20,6 +21,8 @@ from swarm.emulation.processes import LocalSwarm
 from swarm.web.map_server import add_map
 from swarm.web.registry_map import digits
 from tests.e2e.conftest import N_EXPERT, wait_healthy
+from tests.swarm.gateway.test_app import ScriptedGenerator
+from tests.swarm.gateway.test_app import serving as serving_gateway
 
 CHROMIUM = shutil.which("chromium")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium")
@@ -184,6 +187,24 @@ async def test_two_thousand_peers_stay_smooth_and_cheap() -> None:
     p95 = sorted(times)[int(len(times) * 0.95)]
     assert p95 <= 50 * 2, f"{p95:.0f} ms"  # 50 ms is the aim (measured: see docs/map.md); this machine is shared
     assert n_bytes / seconds <= 5_000, f"{n_bytes / seconds:.0f} bytes/s"
+
+
+async def test_a_chat_begun_anew_in_mid_answer_knows_nothing_of_the_former() -> None:
+    generator = ScriptedGenerator("one", asyncio.Event())
+    async with serving_gateway(generator, peer_map=MadeUpMap(1)) as client, browser() as chromium:
+        page = await chromium.new_page()
+        await page.goto(f"{client.base_url.removesuffix('/v1')}/chat")
+        await page.fill("#text", "first question")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#turns li.assistant:has-text('one')")
+        await page.click("#new")
+        await page.wait_for_selector("#send:enabled")
+        await page.fill("#text", "second question")
+        await page.keyboard.press("Enter")
+        await page.wait_for_selector("#turns li.assistant:has-text('one')")
+    asked = str(generator.requests[1].prompt)
+    assert "second question" in asked
+    assert "one" not in asked.replace("second question", "")
 
 
 async def test_who_joins_and_leaves_is_seen_within_two_seconds_and_the_chat_works(

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from swarm.backbone.drawing import Drawer
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.generate import Backbone, ServingConfig
+from swarm.backbone.lane import Job
 from swarm.backbone.requests import GenerationRequest, SamplingParams, TextDelta
-from swarm.errors import AuditFailed, DeadlineExceeded, ExpertUnavailable, Overloaded
+from swarm.backbone.slots import Seat
+from swarm.errors import AuditFailed, ConnectionLost, DeadlineExceeded, EngineError, ExpertUnavailable, Overloaded
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
 
 N_SLOTS = 8
@@ -326,6 +330,112 @@ async def test_who_leaves_a_shared_step_is_dispatched_no_more_and_the_other_goes
         assert backbone.stats.n_cancelled == 1
 
 
+async def test_an_expert_that_only_who_has_left_needed_does_not_end_the_other(
+    engines: list[Engine], experts: LocalExperts
+) -> None:
+    given = prompts(2)
+    async with opened(engines[:1]) as backbone:
+        expected = await answer(backbone, given[1], max_tokens=40)
+    experts.reset()
+    async with opened(engines[1:]) as backbone:
+        leaving = asyncio.create_task(answer(backbone, given[0], max_tokens=100))
+        staying = asyncio.create_task(answer(backbone, given[1], max_tokens=40))
+        experts.held = 9 * N_LAYERS + 2
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        ids = experts.calls[experts.held].ids
+        (missing, *_) = set(ids[0].tolist()) - set(ids[1].tolist())
+
+        def fail(number: int) -> None:
+            experts.at_result = lambda number: None
+            raise ExpertUnavailable(2, [missing], "no live peer holds them")
+
+        experts.at_result = fail
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        experts.release.set()
+        assert await asyncio.wait_for(staying, PROMPT_END) == expected
+
+
+async def test_a_drafter_that_fails_ends_its_own_answer_alone(engines: list[Engine]) -> None:
+    class Drafter:
+        def __init__(self, sequence: int) -> None:
+            self.sequence = sequence
+
+        def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+            if self.sequence == 0 and len(tokens) > 16:
+                raise EngineError("no draft")
+            return []
+
+    given = prompts(2)
+    async with opened(engines[:1]) as backbone:
+        expected = await answer(backbone, given[1])
+    async with opened(engines[1:], n_draft=2, proposer=lambda engine, sequence: Drafter(sequence)) as backbone:
+        outcomes = await asyncio.gather(*(answer(backbone, prompt) for prompt in given), return_exceptions=True)
+        assert await answer(backbone, given[0], max_tokens=1), "its slot can be used again"
+    assert isinstance(outcomes[0], EngineError)
+    assert outcomes[1] == expected
+
+
+async def test_a_text_that_a_refused_draft_took_along_is_not_gone_on_with_though_its_client_has_left(
+    engines: list[Engine], experts: LocalExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Drafter:
+        def propose(self, tokens: Sequence[int], n: int) -> list[int]:
+            return [7]
+
+    given = prompts(2)
+    async with opened(engines[:1], n_draft=1, proposer=lambda engine, sequence: Drafter()) as backbone:
+        lane = backbone.lanes[0]
+        leaving = asyncio.create_task(answer(backbone, given[0], max_tokens=100))
+        staying = asyncio.create_task(answer(backbone, given[1], max_tokens=40))
+        experts.held = 5 * N_LAYERS + 1
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        assert len(experts.calls[experts.held].x) == 4, "two texts, a draft each"
+
+        def forget(sequence: int, position: int) -> bool:  # as a recurrent memory does
+            lane.engine.context.remove(sequence, 0)
+            return False
+
+        monkeypatch.setattr(lane, "_forget", forget)
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        experts.release.set()
+        await asyncio.wait_for(staying, PROMPT_END)
+        assert len(lane.slots[0].tokens) == 0
+
+
+async def test_closing_frees_what_a_step_uses_when_it_has_ended(
+    engines: list[Engine], experts: LocalExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = Drawer.close
+    n_waiting: list[int] = []
+
+    def note(drawer: Drawer) -> None:
+        n_waiting.append(experts.n_waiting)
+        close(drawer)
+
+    async with opened(engines[:1]) as backbone:
+        experts.held = 3 * N_LAYERS
+        task = asyncio.create_task(answer(backbone, prompts(1)[0]))
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        monkeypatch.setattr(Drawer, "close", note)
+    with pytest.raises(ConnectionLost):
+        await asyncio.wait_for(task, PROMPT_END)
+    assert n_waiting == [0]
+
+
+async def test_who_gets_no_drafter_leaves_the_backbone_idle(engines: list[Engine]) -> None:
+    def refuse(engine: Engine, sequence: int) -> Any:
+        raise EngineError("no room for a drafter")
+
+    async with opened(engines[:1], n_draft=1, proposer=refuse) as backbone:
+        with pytest.raises(EngineError):
+            await answer(backbone, prompts(1)[0])
+        assert await backbone.drain(PROMPT_END)
+
+
 @pytest.mark.parametrize("n_tokens", [0, 3], ids=["in prefill", "in decode"])
 async def test_who_leaves_alone_frees_everything_at_once(
     engines: list[Engine], experts: LocalExperts, n_tokens: int
@@ -429,6 +539,79 @@ async def test_a_held_answer_is_computed_anew_from_where_it_is_tainted(
         audits.at_settle = caught
         text = await asyncio.wait_for(answer(backbone, prompt, sampling=sampling, is_stream=False), PROMPT_END)
     assert text == honest
+
+
+async def test_who_leaves_while_another_is_rewound_does_not_end_the_others(
+    engines: list[Engine], experts: LocalExperts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = prompts(2)
+    async with opened(engines[:1], audits=Audits()) as backbone:
+        honest = await answer(backbone, given[0])
+        experts.reset()
+    async with opened(engines[1:], audits=Audits()) as backbone:
+        lane, loop, has_left = backbone.lanes[0], asyncio.get_running_loop(), threading.Event()
+        experts.held = 9 * N_LAYERS
+        staying = asyncio.create_task(answer(backbone, given[0], is_stream=False))
+        leaving = asyncio.create_task(answer(backbone, given[1], is_stream=False))
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        leaving.add_done_callback(lambda _: has_left.set())
+        forget = lane._forget
+
+        def forget_while_one_leaves(sequence: int, position: int) -> bool:
+            loop.call_soon_threadsafe(leaving.cancel)
+            has_left.wait(PROMPT_END)
+            return forget(sequence, position)
+
+        monkeypatch.setattr(lane, "_forget", forget_while_one_leaves)
+        assert len(lane.jobs) == 2
+        backbone.taint(dict.fromkeys(lane.jobs, 7))
+        experts.release.set()
+        assert await asyncio.wait_for(staying, PROMPT_END) == honest
+        assert leaving.cancelled()
+
+
+async def test_what_is_being_read_of_a_complete_answer_is_not_taken_back(engines: list[Engine]) -> None:
+    prompt = prompts(1)[0]
+    async with opened(engines[:1], audits=Audits()) as backbone:
+        honest = await answer(backbone, prompt)
+    async with opened(engines[1:], audits=Audits()) as backbone:
+        stream = backbone.generate(request(prompt, is_stream=False))
+        text = (await anext(stream)).text
+        backbone.taint(dict.fromkeys(backbone.lanes[0].jobs, 5))
+        for _ in range(2):  # what a rewind would take
+            await backbone.lanes[0].engine.call(lambda: None)
+        text += "".join([delta.text async for delta in stream])
+    assert text == honest
+
+
+async def test_what_a_cached_text_depends_on_is_known_until_it_is_taken_over(
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, other = tuple(range(1, 101)), tuple(range(200, 300))
+    audits = Audits()
+    async with opened(engines[:1], audits=audits, n_slots=1) as backbone:
+        await answer(backbone, prompt)
+        lane = backbone.lanes[0]
+        origin = lane.slots[0].origin
+        await answer(backbone, other)
+        assert len(backbone.cache) == 1
+        seat = lane.seat
+
+        def seat_and_catch(job: Job, given: Seat) -> None:
+            seat(job, given)
+            backbone.taint({origin: 5})  # a peer is caught before the step under way has ended
+
+        monkeypatch.setattr(lane, "seat", seat_and_catch)
+        adopt = audits.adopt
+
+        def adopt_in_time(child: int, parent: int, n_tokens: int) -> None:
+            assert parent not in audits.released
+            adopt(child, parent, n_tokens)
+
+        monkeypatch.setattr(audits, "adopt", adopt_in_time)
+        await answer(backbone, prompt, max_tokens=1)
+        assert [parent for _, parent, _ in audits.adopted] == [origin]
+        assert origin in audits.released
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -7,6 +7,8 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import aclosing
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -121,3 +123,22 @@ async def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_answer_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     chat.show("a\x1b[2Jb\n\tc\x07")
     assert capsys.readouterr().out == "a[2Jb\n\tc"
+
+
+async def test_a_question_that_failed_is_asked_again_and_takes_no_other_turn_away() -> None:
+    generator = ScriptedGenerator("ok")
+    async with serving(generator) as client, ChatSession(url=client.base_url) as session:
+        await collect(session, "first")
+        chat._command(session, "/retry", "second")
+        assert [turn["content"] for turn in session.turns] == ["first", "ok"]
+        chat._command(session, "/retry", "first")
+        assert session.turns == []
+
+
+def test_what_was_typed_is_kept_where_nobody_else_reads_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SWARM_HOME", str(tmp_path))
+    monkeypatch.setattr(chat, "line_reader", lambda history: lines())
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(chat, "run_async", lambda main: main.close())
+    chat.chat()
+    assert (tmp_path / "state" / chat.HISTORY_FILE).stat().st_mode & 0o777 == 0o600

@@ -53,3 +53,6 @@ def test_people_see_stages_and_one_pass(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(UserError, match="there are 1"):
         trace.show({"text": "hello", **TRACE}, 3)
     trace.show({"text": "hello", **TRACE, "passes": []}, -1)
+    capsys.readouterr()
+    trace.show({"text": "a\x1b[2Jb", **TRACE}, -1)
+    assert "\x1b" not in capsys.readouterr().out, "it could command the terminal"

@@ -253,6 +253,8 @@ BAD: list[tuple[str, Any]] = [
     ("logit_bias", {"99999999999": 1}),
     ("logit_bias", [[5]]),
     ("logit_bias", [[-1, 1]]),
+    ("logit_bias", [[-1, False]]),
+    ("logit_bias", [[10**30, False]]),
     ("logit_bias", {str(token): 1 for token in range(1025)}),
     ("response_format", "json"),
     ("response_format", {"type": "xml"}),

@@ -12,6 +12,7 @@ from swarm.net.addresses import (
     format_address,
     host_towards,
     is_loopback,
+    literal_address,
     own_hosts,
     parse_address,
     plain_address,
@@ -32,6 +33,28 @@ from swarm.net.addresses import (
 def test_an_address_reads_and_writes_back(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
     assert format_address(address) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("192.0.2.1:7440", ("192.0.2.1", 7440)),
+        ("[2001:DB8:0::1]:1", ("2001:db8::1", 1)),
+        ("[::ffff:192.0.2.1]:1", ("192.0.2.1", 1)),
+    ],
+)
+def test_a_nodes_address_is_read_in_its_shortest_form(text: str, address: tuple[str, int]) -> None:
+    assert literal_address(text) == address
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["example.org:1", "[::ffff:zz]:1", "[2001:db8::1%é]:1", "224.0.0.1:1", "0.0.0.0:1", "[::]:1", "192.0.2.1:0", ""],
+)
+def test_what_is_no_nodes_address_is_refused(text: str) -> None:
+    """Sockets raise TypeError at a zone of many foreign letters, and `format_address` chokes on what only looks mapped."""
+    with pytest.raises(UserError):
+        literal_address(text)
 
 
 def test_a_sockets_ipv6_address_is_written_without_flow_and_scope() -> None:

@@ -13,6 +13,7 @@ from swarm.errors import ConnectionLost, RemoteProtocolError, SwarmError
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.paths import Path
+from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.greetings import State
@@ -162,6 +163,24 @@ async def test_a_datagram_on_which_the_library_fails_ends_its_connection_only(fa
     assert isinstance(await outcome(answer), RemoteProtocolError)
     assert not connection.is_open
     assert other.is_open
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ("203.0.113.9:4", "203.0.113.9:4"),
+        ("[::ffff:203.0.113.9]:4", "203.0.113.9:4"),
+        ("[::ffff:zz]:80", None),
+        ("host.invalid:80", None),
+        ("", None),
+    ],
+)
+async def test_where_a_server_sees_us_is_kept_only_if_it_may_be_announced(said: str, kept: str | None) -> None:
+    """It is offered to others and stands in records: what cannot be formatted or signed would end the task that does that."""
+    connection = connect(FakeDriver(), [])
+    connection._handle([e.Opened(remote=CLIENT.node_id, version=1, observed_address=said)])
+    assert connection.observed_address == kept
+    connection.close()
 
 
 async def test_a_connection_that_cannot_even_be_closed_is_gone_at_once() -> None:

@@ -47,6 +47,7 @@ def test_where_others_see_us_is_offered_before_our_own_addresses_each_once() -> 
 def test_only_addresses_that_can_be_a_nodes_are_probed() -> None:
     offered = ["203.0.113.9:4", "nonsense", "224.0.0.1:5", "0.0.0.0:5", "127.0.0.1:5", "[fe80::1]:5", "host.invalid:5"]
     assert usable(offered, may_be_here=False) == [("203.0.113.9", 4)]
+    assert usable(["[2001:db8::1%" + 70 * "é" + "]:5", "[::ffff:zz]:5"], may_be_here=False) == []
     assert usable(["127.0.0.1:5"], may_be_here=True) == [("127.0.0.1", 5)]
     assert len(usable([f"203.0.113.9:{port}" for port in range(1, 100)], may_be_here=False)) == MAX_CANDIDATES
 

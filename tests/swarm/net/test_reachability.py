@@ -179,9 +179,15 @@ async def test_a_relay_counts_helpers_that_failed_and_lets_no_host_ask_often() -
         await broker.serve(cast(Any, FakeConnection("198.51.100.7")), m.CheckReach(port=5, nonce=NONCE))
     now.now += CHECK_REST_S
     await broker.serve(asker, m.CheckReach(port=4, nonce=NONCE))
-    for bad in (FakeConnection("198.51.100.8", is_relayed=True), FakeConnection("198.51.100.8", is_client=True)):
+    n_asked = len(endpoint.connections[0].requests)
+    for bad in (
+        FakeConnection("198.51.100.8", is_relayed=True),
+        FakeConnection("198.51.100.8", is_client=True),
+        FakeConnection("127.0.0.1"),  # it came by WebSocket, and a helper would take the order for a violation
+    ):
         with pytest.raises(Refused):
             await broker.serve(cast(Any, bad), m.CheckReach(port=4, nonce=NONCE))
+    assert len(endpoint.connections[0].requests) == n_asked
 
 
 @pytest.mark.parametrize(

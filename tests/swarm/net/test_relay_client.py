@@ -12,7 +12,7 @@ import swarm.net.relay_channel
 import swarm.net.relay_client
 from swarm.errors import ConnectionLost, NetworkError, Refused, RemoteProtocolError, RemoteRefused
 from swarm.identity import Identity
-from swarm.net.relay_client import LIFETIME_S, REPLACED_REST_S, RelayAddress
+from swarm.net.relay_client import LIFETIME_S, MIN_KEEPALIVE_S, REPLACED_REST_S, RelayAddress
 from swarm.wire import messages as m
 from swarm.wire.vouchers import read_voucher
 from tests import virtual_time
@@ -381,6 +381,29 @@ def test_only_our_relays_may_call_and_only_on_the_connection_that_we_made() -> N
         with pytest.raises(Refused):
             await world.peer.client.serve(stranger, m.Notice(kind=m.NoticeKind.REPLACED, in_ms=0, detail=""))
         assert world.peer.legs == []
+
+    run(main)
+
+
+def test_a_relay_cannot_make_us_keep_legs_without_end_nor_send_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.relay_client.MAX_LEGS", 2)
+
+    async def main(world: World) -> None:
+        world.keep()
+        await asyncio.sleep(0.2)
+        connection: Any = world.peer.client.reservations[0].connection
+
+        def call(channel: bytes) -> m.Incoming:
+            leg = m.Leg(
+                channel=channel, generation=1, side=1, key=b"k" * 32, cookie=bytes(16), idle_ms=0, rate_kbit_s=1
+            )
+            return m.Incoming(caller=BACKBONE.node_id, leg=leg)
+
+        await world.peer.client.serve(connection, call(b"CHANNEL0"))  # beside the reservation's own
+        with pytest.raises(Refused):
+            await world.peer.client.serve(connection, call(b"CHANNEL1"))
+        (leg,) = world.peer.legs
+        assert leg._binder._keepalive_s == MIN_KEEPALIVE_S
 
     run(main)
 

@@ -27,17 +27,18 @@ T0, RTT_S = 1000.0, 0.05
 class World:
     """A leg and its relay, with a path between them that can be cut."""
 
-    def __init__(self, *, has_cookie: bool = False, seed: int = 1) -> None:
+    def __init__(self, *, has_cookie: bool = False, seed: int = 1, side: int = p.CALLER) -> None:
+        """`side`: CALLED makes it a reservation's leg."""
         self.now = T0
         self.source = HERE
         self.is_cut = False
         self.n_sent = 0
         self.board = Switchboard(Limits(), generation=3, secret=b"s" * 32, now=T0)
-        self.board.open(CHANNEL, caller=(A, KEY), called=(B, b"x" * 32), now=T0)
+        self.board.open(CHANNEL, caller=(A, KEY) if side == p.CALLER else None, called=(B, KEY), now=T0)
         leg = m.Leg(
             channel=CHANNEL,
             generation=3,
-            side=p.CALLER,
+            side=side,
             key=KEY,
             cookie=self.board.cookie(CHANNEL, HERE, T0) if has_cookie else p.NO_COOKIE,
             idle_ms=60_000,
@@ -99,7 +100,7 @@ def test_a_bind_that_gets_lost_is_repeated_and_given_up_in_the_end() -> None:
 
 
 def test_keepalives_go_on_and_cost_little() -> None:
-    world = World(has_cookie=True)
+    world = World(has_cookie=True, side=p.CALLED)
     world.exchange(world.binder.begin(T0))
     world.run_until(T0 + 10 * KEEPALIVE_S)
     assert world.binder.state is LegState.BOUND

@@ -39,6 +39,13 @@ def test_only_what_changed_is_told() -> None:
     assert event == {"at": 0, "top": {"servable": False}, "models": {"m": {"servable": False, "replicas": {"0": "10"}}}}
 
 
+def test_a_model_that_nobody_offers_any_more_is_forgotten() -> None:
+    feed = MapFeed(a_map())
+    now = a_map() | {"models": []}
+    assert feed.advance(now, 1) == {"at": 0, "gone_models": ["m"]}
+    assert feed.advance(now, 1) is None
+
+
 def test_a_round_trip_that_wavers_is_not_told() -> None:
     feed = MapFeed(a_map(peer(1)))
     assert feed.advance(a_map(peer(1, rtt_ms=11.4)), 1) is None

@@ -102,6 +102,11 @@ async def test_too_many_watchers_are_told_to_come_back(monkeypatch: pytest.Monke
         assert "Retry-After" in second.headers
 
 
+async def test_a_stream_has_no_head_alone() -> None:
+    async with asyncio.timeout(DEADLINE_S), serving(a_map) as client, client.head("/map/events") as answer:
+        assert answer.status == 405
+
+
 async def test_closing_ends_the_streams() -> None:
     async with serving(a_map) as client:
         answer = await client.get("/map/events")

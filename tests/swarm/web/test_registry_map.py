@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.web.plain_page import page
 from swarm.web.registry_map import map_of_records
 from tests.sample_records import sample_announcement, sample_offer
 
@@ -55,3 +56,9 @@ def test_experts_beyond_the_models_own_count_for_nothing() -> None:
     offer = sample_offer(C, model=ONE, addresses=ADDRESSES)
     shown = map_of_records([offer, holder(A, layers=range(9), experts=range(200))], wall_now=0)
     assert shown["models"][0]["replicas"] == dict.fromkeys("0123", "1" * 8)
+
+
+def test_it_is_shown_without_scripts_too() -> None:
+    text = page(map_of_records([sample_offer(C, model=ONE, addresses=ADDRESSES), holder(A)], wall_now=7))
+    assert A.short in text
+    assert "1 of 1 peers in use" in text

@@ -1,0 +1,29 @@
+"""What a finder concludes from how its relays are reached. Real relays are in tests/e2e/net."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from swarm.net.path_finder import PathFinder
+from swarm.wire.messages import Mapping
+
+OUTSIDE = ("203.0.113.9", 40_000)
+RELAY, BRIDGE = ("198.51.100.1", 7440), ("127.0.0.1", 40_001)
+
+
+@pytest.mark.parametrize(("by", "is_blocked"), [(BRIDGE, True), (("10.0.0.7", 7440), True), (("8.8.8.8", 7440), False)])
+def test_udp_counts_as_blocked_only_if_nobody_out_there_is_reached_by_it(by: tuple[str, int], is_blocked: bool) -> None:
+    """Else any node could name a relay of its own whose UDP is off, and no hole would be punched any more."""
+    endpoint = SimpleNamespace(
+        add_handler=lambda serves, handler: None,
+        families=frozenset((4,)),
+        port=5000,
+        sightings=lambda: [(by, OUTSIDE)],
+    )
+    finder = PathFinder(cast(Any, endpoint), takes_calls=False)
+    assert finder.mapping() is not Mapping.BLOCKED
+    finder.relays._bridges[RELAY] = cast(Any, SimpleNamespace(is_open=True))
+    assert (finder.mapping() is Mapping.BLOCKED) is is_blocked
