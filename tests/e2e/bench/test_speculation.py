@@ -47,9 +47,10 @@ async def test_copied_text_takes_few_round_trips_and_the_text_is_the_same(tiny_m
 
 
 async def test_novel_text_is_drafted_by_local_experts(tiny_moe: Path) -> None:
-    paths = PathOptions(rtts_s=(0.02,))
+    """On a path so long that drafts pay even where other tests slow the drafting down: the controller judges by time."""
+    paths = PathOptions(rtts_s=(0.08,))
     found = await measure_speculation(
-        options(tiny_moe, text="novel", drafter="local", local_share=0.75, paths=paths, n_pieces=2),
+        options(tiny_moe, text="novel", drafter="local", local_share=0.75, paths=paths, n_tokens=40),
         lambda done, total: None,
     )
     assert found["accept_length"] > 1.3
