@@ -237,6 +237,10 @@ class _Bridge(ExpertBackend):
         with self._lock:
             self._dropped.add(sequence)
 
+    def forget_choice(self) -> None:
+        """Let nobody be blamed for what a former step chose; before each step, on the engine's thread."""
+        self._latest = None
+
     def chose(self, layer: int, experts: Sequence[int]) -> set[int]:
         """Return which sequences of the layer dispatched last chose one of these experts there."""
         if self._latest is None or self._latest[0] != layer:
@@ -419,6 +423,7 @@ class Engine:
         """
         assert self._hook is not None
         assert self._bridge is not None
+        self._bridge.forget_choice()
         self._bridge.origins = StepOrigins(
             [
                 OriginPart(

@@ -195,7 +195,9 @@ class Backbone:
         """
         model = self._engines[0].model
         if isinstance(request.prompt, str):
-            tokens = model.tokenize(request.prompt, add_special=True, parse_special=request.parse_special)
+            tokens = model.tokenize(
+                request.prompt, add_special=request.add_special, parse_special=request.parse_special
+            )
             if model.bos_token is not None and tokens[:2] == [model.bos_token] * 2:
                 del tokens[0]  # the chat template wrote one already
         else:

@@ -70,6 +70,7 @@ class GenerationRequest:
 
     Attributes:
         prompt: text (tokenised with the model's own special tokens when `parse_special`), or token ids.
+        add_special: begin a text with the token that the model begins texts with.
         max_tokens: most tokens to generate; None goes on to the end of the context.
         stop: texts that end the answer and are not part of it.
         grammar: what the answer must look like; None: anything.
@@ -84,6 +85,7 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     parse_special: bool = False
+    add_special: bool = True
     grammar: Grammar | None = None
     n_logprobs: int | None = None
     shows_special: bool = False

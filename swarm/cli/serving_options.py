@@ -43,7 +43,10 @@ FillWaitOption = Annotated[
 RequestTimeoutOption = Annotated[
     str | None,
     typer.Option(
-        "--request-timeout", metavar="TIME", help="After which a request ends with an error.", show_default="never"
+        "--request-timeout",
+        metavar="TIME",
+        help="After which a request that has its slot ends with an error.",
+        show_default="never",
     ),
 ]
 DrainOption = Annotated[

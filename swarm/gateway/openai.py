@@ -182,7 +182,9 @@ def parse_tokenize(body: object, served: ServedModel) -> GenerationRequest:
     content = _value(fields, "content", str, "")
     check_prompt(content, served, "content")
     return GenerationRequest(
-        prompt=_text(content, "content"), parse_special=_value(fields, "parse_special", bool, True)
+        prompt=_text(content, "content"),
+        parse_special=_value(fields, "parse_special", bool, True),
+        add_special=_value(fields, "add_special", bool, False),
     )
 
 

@@ -31,6 +31,7 @@ from swarm.native.layouts import EvalCallback
 DEFAULT_SEED = 0xFFFF_FFFF  # LLAMA_DEFAULT_SEED: llama.cpp draws a seed of its own for it
 LOAD_MODE_NONE, LOAD_MODE_MMAP = 0, 1  # of enum llama_load_mode, the same in both builds
 TOKEN_ATTR_USER_DEFINED = 1 << 4  # of enum llama_token_attr, the same in both builds
+GREEDY_BELOW = 1e-6  # logits of some tens, divided by less, leave float32
 PENALTY_WINDOW = 65_536  # latest tokens of the answer that penalties count; a guess: longer than any answer
 DECODE_FAILURES = {
     1: "no room for the batch in the context",
@@ -499,7 +500,7 @@ class Sampler:
         if params.presence_penalty or params.frequency_penalty or params.repeat_penalty != 1:
             penalties = (params.repeat_penalty, params.frequency_penalty, params.presence_penalty)
             self._add(engine.penalties(n_vocab, PENALTY_WINDOW, *penalties))
-        if params.temperature == 0:
+        if params.temperature < GREEDY_BELOW:
             self._add(engine.greedy())
             return
         if params.top_k > 0:

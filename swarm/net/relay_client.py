@@ -357,11 +357,17 @@ class RelayClient:
             try:
                 return await self._endpoint.dial(relay, expected=node, timeout_s=DIAL_TIMEOUT_S)
             except NetworkError:
-                bridge = self._bridges[relay] = await self._open_bridge(relay, self._endpoint.port)
+                opened = await self._open_bridge(relay, self._endpoint.port)
+                bridge = self._bridges.get(relay)
+                if bridge is not None and bridge.is_open:  # another dial was faster
+                    opened.close()
+                else:
+                    bridge = self._bridges[relay] = opened
         try:
             return await self._endpoint.dial(bridge.address, expected=node, timeout_s=DIAL_TIMEOUT_S)
         except BaseException:
-            del self._bridges[relay]
+            if self._bridges.get(relay) is bridge:  # not if another dial over it has failed before
+                del self._bridges[relay]
             bridge.close()
             raise
 

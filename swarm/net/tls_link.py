@@ -69,15 +69,19 @@ class TlsLink(asyncio.Protocol):
         on_cancel: Callable[[TlsLink, int], None],
         on_open: Callable[[TlsLink], bool],
         on_gone: Callable[[TlsLink], None],
+        on_unsent: Callable[[TlsLink, int, int], None] = lambda link, n_given, n_held: None,
         check: Callable[[asyncio.Transport], None] | None = None,
     ) -> None:
         """`check`: of a client's link, whether the right node has answered; raises IdentityMismatch.
 
-        `on_open` returns whether this side goes on with whom it is.
+        `on_open` returns whether this side goes on with whom it is. `on_unsent` is told how many bytes were written since the
+        start and how many of them are held here, while the other side takes them slowly.
         """
         self._make_session = make_session
         self._on_request, self._on_cancel = on_request, on_cancel
         self._on_open, self._on_gone = on_open, on_gone
+        self._on_unsent = on_unsent
+        self._is_paused = False  # the transport holds more than it likes to
         self._check = check
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -153,6 +157,8 @@ class TlsLink(asyncio.Protocol):
             self.close(ConnectionLost("the other side does not take its answers"))
             return
         self._flush()
+        if self._is_paused:
+            self._on_unsent(self, self.bytes_sent, self._transport.get_write_buffer_size())
 
     def close(self, error: SwarmError | None = None) -> None:
         """Close at once; what waits goes elsewhere, or fails with `error`."""
@@ -197,6 +203,15 @@ class TlsLink(asyncio.Protocol):
             self._end(RemoteProtocolError(f"the link failed: {type(failure).__name__}"))
         if self._error is None:
             self._flush()
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is full."""
+        self._is_paused = True
+
+    def resume_writing(self) -> None:
+        """The other side has taken most of it."""
+        self._is_paused = False
+        self._on_unsent(self, self.bytes_sent, 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The transport is gone."""

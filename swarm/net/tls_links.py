@@ -214,6 +214,7 @@ class TlsListener:
             on_cancel=self._on_cancel,
             on_open=lambda link: endpoint.is_connected(link.remote),
             on_gone=self._on_gone,
+            on_unsent=self._on_unsent,
         )
         return link
 
@@ -224,6 +225,10 @@ class TlsListener:
 
     def _on_cancel(self, link: TlsLink, exchange: int) -> None:
         self._endpoint.serving.cancel(cast(Connection, link), exchange)
+
+    def _on_unsent(self, link: TlsLink, n_given: int, n_held: int) -> None:
+        if link in self._links:  # not after it is gone: nobody would forget it
+            self._endpoint.serving.note_unsent(cast(Connection, link), n_given, n_held)
 
     def _on_gone(self, link: TlsLink) -> None:
         self._links.discard(link)
@@ -237,6 +242,21 @@ def _prepare(accepted: socket.socket) -> None:
     for name, value in (("TCP_KEEPIDLE", SILENT_S), ("TCP_KEEPINTVL", SILENT_S // 3), ("TCP_KEEPCNT", 3)):
         if hasattr(socket, name):
             accepted.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+async def _connect_unix(make: Callable[[], TlsLink], name: str, context: ssl.SSLContext) -> None:
+    """Connect first: uvloop takes a name in the abstract namespace for an empty one."""
+    if not hasattr(socket, "AF_UNIX"):
+        raise OSError("this system has no Unix sockets")
+    loop = asyncio.get_running_loop()
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        await loop.sock_connect(connected, name)
+        await loop.create_unix_connection(make, sock=connected, ssl=context, server_hostname="swarm.invalid")
+    except BaseException:
+        connected.close()
+        raise
 
 
 async def dial_tls(
@@ -273,7 +293,7 @@ async def dial_tls(
     try:
         async with asyncio.timeout(timeout_s):
             if isinstance(address, str):
-                await loop.create_unix_connection(make, address, ssl=context, server_hostname="swarm.invalid")
+                await _connect_unix(make, address, context)
             else:
                 await loop.create_connection(make, address[0], address[1], ssl=context, server_hostname="swarm.invalid")
             await asyncio.shield(links[0].opened)

@@ -116,6 +116,18 @@ async def test_a_dispatch_is_answered_as_over_quic(by_unix: bool) -> None:
         link.close()
 
 
+def test_on_uvloop_as_programs_run_the_unix_socket_is_found_too() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def main() -> None:
+        async with world(Handler()) as w:
+            link = await w.dial(by_unix=True)
+            assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+            link.close()
+
+    uvloop.run(main())
+
+
 async def test_a_node_that_is_gone_without_a_word_does_not_keep_its_link() -> None:
     """The server never pings, and a stream that carries nothing lasts for ever: 1,024 of them would be all there are."""
     async with world(Handler()) as w:
@@ -126,6 +138,26 @@ async def test_a_node_that_is_gone_without_a_word_does_not_keep_its_link() -> No
         assert accepted_socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert accepted_socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         link.close()
+
+
+async def test_answers_that_nobody_takes_count_with_those_over_quic() -> None:
+    """Else each of 1,024 links could hold megabytes, whatever the endpoint's bound."""
+    async with world(Handler()) as w:
+        link = await w.dial(by_unix=True)
+        held = w.server.serving.answers
+        assert link._transport is not None
+        asked = [link.start(dispatch(400_000), timeout_s=TIMEOUT_S) for _ in range(4)]  # 1.6 MB each way
+        link._transport.pause_reading()
+        await until(lambda: held.n_bytes > 0)
+        link._transport.resume_reading()
+        await asyncio.gather(*asked)
+        await until(lambda: held.n_bytes == 0)
+        asked = [link.start(dispatch(400_000), timeout_s=TIMEOUT_S) for _ in range(4)]
+        link._transport.pause_reading()
+        await until(lambda: held.n_bytes > 0)
+        link.close()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: held.n_bytes == 0)
 
 
 async def test_many_requests_at_once_each_get_their_own_answer() -> None:

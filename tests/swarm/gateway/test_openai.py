@@ -491,7 +491,8 @@ def test_turns_with_calls_and_their_answers() -> None:
 
 def test_bodies_of_tokenize_and_detokenize() -> None:
     asked = parse_tokenize({"content": "a b"}, SERVED)
-    assert (asked.prompt, asked.parse_special) == ("a b", True)
+    assert (asked.prompt, asked.parse_special, asked.add_special) == ("a b", True, False)
+    assert parse_tokenize({"content": "a", "add_special": True}, SERVED).add_special
     assert not parse_tokenize({"content": "", "parse_special": False}, SERVED).parse_special
     assert parse_detokenize({"tokens": [1, 2]}, SERVED) == (1, 2)
     for parse, body in (

@@ -440,6 +440,37 @@ def test_where_udp_does_not_get_a_bridge_is_opened_and_closed_with_its_use() -> 
     run(main, n_relays=2)
 
 
+@pytest.mark.parametrize("does_answer", [True, False])
+def test_two_dials_at_once_share_a_bridge_and_each_hears_of_its_failure(does_answer: bool) -> None:
+    class FakeBridge:
+        address = RELAYS[1][1]
+        is_open = True
+
+        def close(self) -> None:
+            self.is_open = False
+
+    async def main(world: World) -> None:
+        opened: list[FakeBridge] = []
+
+        async def open_bridge(relay: Any, port: int) -> FakeBridge:
+            bridge = FakeBridge()
+            opened.append(bridge)
+            await asyncio.sleep(0.1)
+            return bridge
+
+        node = VirtualNode(PEER, PEER_AT, world.relays, open_bridge=open_bridge)
+        world.relays[0].is_up = False
+        world.relays[1].is_up = does_answer
+        dials = [node.client.dial(RELAYS[0][1], R2.node_id) for _ in range(2)]
+        outcomes = await asyncio.gather(*dials, return_exceptions=True)
+        assert all(isinstance(each, Link if does_answer else NetworkError) for each in outcomes), outcomes
+        assert sum(each.is_open for each in opened) == does_answer
+        node.client.close()
+        assert not any(each.is_open for each in opened)
+
+    run(main, n_relays=2)
+
+
 def test_a_refused_reservation_is_asked_for_again_later_and_not_at_once() -> None:
     async def main(world: World) -> None:
         relay = world.relays[0]
