@@ -43,6 +43,9 @@ OFFER_TIMEOUT_S = 4.0
 PUNCH_S = 5.0  # probes that have no answer by then have failed; guessed: ten round trips across the world
 # Between two tries on one connection: NATs are restarted, laptops move. Doubles up to the longest. Guessed.
 AGAIN_S, LONGEST_AGAIN_S = 30.0, 600.0
+# Offers that this node answers, all connections together: an offer has us probe its addresses some 60 times a second for a few
+# seconds, and a stranger may have many connections and name somebody else's address. Guessed: a backbone makes one for each peer.
+OFFERS_PER_S, OFFER_BURST = 2.0, 12.0
 OFFER_REST_S = 5.0  # between two offers that one connection's other side may make: each has us probe eight addresses
 MAX_VOUCHERS = 4  # that a record may carry
 LOOK_S = 2.0  # between two looks whether others see us at a new address
@@ -78,6 +81,7 @@ class PathFinder:
         self._endpoint = endpoint
         self._is_relays_only = is_relays_only
         self._vouchers: dict[NodeId, tuple[bytes, ...]] = {}
+        self._offers_left, self._offers_at = OFFER_BURST, clock()
         self._offered: weakref.WeakKeyDictionary[Connection, float] = weakref.WeakKeyDictionary()
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -385,6 +389,11 @@ class PathFinder:
         now = clock()
         if now < self._offered.get(connection, float("-inf")) + OFFER_REST_S:
             raise Overloaded("paths were offered a moment ago", retry_after_s=OFFER_REST_S)
+        self._offers_left = min(OFFER_BURST, self._offers_left + (now - self._offers_at) * OFFERS_PER_S)
+        self._offers_at = now
+        if self._offers_left < 1:
+            raise Overloaded("too many paths are offered", retry_after_s=OFFER_REST_S)
+        self._offers_left -= 1
         self._offered[connection] = now
         ours = self.mapping()
         if not is_hopeless(ours, request.mapping):

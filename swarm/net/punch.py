@@ -54,6 +54,9 @@ def candidates(sightings: Collection[Sighting], own: Sequence[SocketAddress]) ->
     return tuple(found)[:MAX_CANDIDATES]
 
 
+MAX_PORTS_PER_IP = 2  # of one offer: where others see the node, and its own; more would knock at a third party's doors
+
+
 def usable(offered: Sequence[str], *, may_be_here: bool) -> list[SocketAddress]:
     """Return those of a node's offered addresses that may be probed; `may_be_here`: addresses of this machine, too."""
     addresses: list[SocketAddress] = []
@@ -67,7 +70,8 @@ def usable(offered: Sequence[str], *, may_be_here: bool) -> list[SocketAddress]:
             continue
         if isinstance(ip, ipaddress.IPv6Address) and ip.is_link_local:  # means nothing without a zone
             continue
-        if address not in addresses:
+        n_ports = sum(plain_ip(known[0]) == ip for known in addresses)
+        if address not in addresses and n_ports < MAX_PORTS_PER_IP:
             addresses.append(address)
     return addresses
 

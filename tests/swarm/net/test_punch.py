@@ -49,7 +49,7 @@ def test_only_addresses_that_can_be_a_nodes_are_probed() -> None:
     assert usable(offered, may_be_here=False) == [("203.0.113.9", 4)]
     assert usable(["[2001:db8::1%" + 70 * "é" + "]:5", "[::ffff:zz]:5"], may_be_here=False) == []
     assert usable(["127.0.0.1:5"], may_be_here=True) == [("127.0.0.1", 5)]
-    assert len(usable([f"203.0.113.9:{port}" for port in range(1, 100)], may_be_here=False)) == MAX_CANDIDATES
+    assert len(usable([f"203.0.113.{host}:9" for host in range(1, 100)], may_be_here=False)) == MAX_CANDIDATES
 
 
 def test_it_is_hopeless_only_where_no_address_can_be_known_or_nothing_gets_out() -> None:
@@ -64,3 +64,8 @@ def test_the_reason_names_the_cause_and_whose_it_is() -> None:
     assert "the other side" in why_relayed(Mapping.SAME, Mapping.VARYING)
     assert "this side's network lets no UDP" in why_relayed(Mapping.BLOCKED, Mapping.SAME)
     assert "firewall" in why_relayed(Mapping.SAME, Mapping.SAME)
+
+
+def test_an_offer_cannot_name_many_ports_of_one_host() -> None:
+    offered = [f"198.51.100.7:{port}" for port in range(1000, 1008)]
+    assert usable(offered, may_be_here=False) == [("198.51.100.7", 1000), ("198.51.100.7", 1001)]
