@@ -199,6 +199,9 @@ class RelayDaemon:
         join = f"swarm join --experts auto --registry {ready.public or ready.registry}"
         make_map = RecordMap(self._registry.table, join=join, now=self._now)
         self._bridges = SocketBridges(parse_address(ready.address))
+        if self._endpoint is not None:
+            self._endpoint.host_behind = self._bridges.host_behind
+            self.service.real_host = self._endpoint.real_host
         port = await stack.enter_async_context(
             serve_http(
                 host=self._config.host,

@@ -19,7 +19,7 @@ from swarm.errors import Leaving, NetworkError, Overloaded, Refused, RemoteProto
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net import relay_packets as p
-from swarm.net.addresses import format_address, is_loopback
+from swarm.net.addresses import SocketAddress, format_address, is_loopback
 from swarm.net.admission import host_of
 from swarm.wire import messages as m
 from swarm.wire.vouchers import read_voucher, sign_voucher
@@ -61,6 +61,8 @@ class RelayService:
         wall: Callable[[], float] = time.time,
     ) -> None:
         """`generation` and `secret` are the switchboard's."""
+        # Whom to count for what comes from a source: a WebSocket's end on this machine is another host's.
+        self.real_host: Callable[[SocketAddress], str] = lambda source: str(source[0])
         self._identity = identity
         self._limits = limits
         self._now = now
@@ -140,7 +142,7 @@ class RelayService:
 
     def _reserve(self, connection: Client, request: m.Reserve) -> m.Reserved:
         now = self._now()
-        host = str(connection.source[0])
+        host = self.real_host(connection.source)
         held, loser = self.reservations.reserve(
             connection.remote,
             connection,

@@ -39,12 +39,17 @@ class SocketBridges:
         self._udp_address = udp_address
         self._open: set[web.WebSocketResponse] = set()
         self._n_of_host: Counter[str] = Counter()
+        self._host_of_port: dict[int, str] = {}  # of our own ends: whose packets come from there
         self.n_dropped = 0
 
     @property
     def n_open(self) -> int:
         """How many nodes use one."""
         return len(self._open)
+
+    def host_behind(self, port: int) -> str | None:
+        """Return the host whose packets come from this port of ours; None: it is none of these, or on this machine."""
+        return self._host_of_port.get(port)
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Carry one node's datagrams until it leaves."""
@@ -60,13 +65,17 @@ class SocketBridges:
         with socket.socket(family, socket.SOCK_DGRAM) as udp:
             udp.setblocking(False)
             udp.connect(self._udp_address)
+            port = udp.getsockname()[1]
             self._open.add(node)
             self._n_of_host[host] += 1
+            if host:
+                self._host_of_port[port] = remote
             logger.info("a node came in by WebSocket")
             try:
                 await self._carry(node, udp)
             finally:
                 self._open.discard(node)
+                self._host_of_port.pop(port, None)
                 self._n_of_host[host] -= 1
                 if not self._n_of_host[host]:
                     del self._n_of_host[host]

@@ -32,6 +32,7 @@ from swarm.net.addresses import (
     SocketAddress,
     format_address,
     host_towards,
+    is_loopback,
     parse_address,
     plain_address,
     socket_address,
@@ -114,6 +115,8 @@ class Endpoint:
         self._contacted: dict[str, float] = {}  # hosts that we began to send to: when; oldest first
         self._channels: dict[bytes, Path] = {}  # of relays
         self.on_other: OtherReceiver | None = None
+        # Of a port on this machine that carries somebody else's packets (a WebSocket's), whose: bounds count that host.
+        self.host_behind: Callable[[int], str | None] = lambda port: None
         self._cids: dict[Connection, set[bytes]] = {}
         self._requests = ByteBudget(held_request_bytes)
         self._admission = Admission()
@@ -503,6 +506,11 @@ class Endpoint:
             return None
         return self._admit(header, source if isinstance(source, Path) else Path(address=source))
 
+    def real_host(self, source: SocketAddress) -> str:
+        """Return the host, an IP literal, that is to be counted for what comes from `source`."""
+        host = str(source[0])
+        return (self.host_behind(int(source[1])) or host) if is_loopback(host) else host
+
     def _admit(self, header: QuicHeader, path: Path) -> Connection | None:
         """Return a new connection for a first packet, if there is room; its sender may have to prove its address first."""
         address = plain_address(path.address)
@@ -515,7 +523,8 @@ class Endpoint:
             except ValueError:
                 return None  # a client acts on one Retry only, so another would not help it
             retry_cid = header.destination_cid
-        verdict = self._admission.judge(host, is_proved=retry_cid is not None)
+        counted = self.real_host(address)
+        verdict = self._admission.judge(counted, is_proved=retry_cid is not None)
         if verdict is Verdict.REFUSE or len(self._connections) >= MAX_CONNECTIONS:
             level = logging.DEBUG if self.n_refused else logging.WARNING  # a flood must not become a flood of lines
             self.n_refused += 1
@@ -529,7 +538,7 @@ class Endpoint:
         driver = self._driver(self._configurations[False], original_cid, retry_cid)
         connection = self._adopt(driver, None, "" if path.is_relayed else format_address(address), path)
         connection.remote_address = host
-        self._admission.begin(connection, host, is_proved=retry_cid is not None)
+        self._admission.begin(connection, counted, is_proved=retry_cid is not None)
         self._on_cid(connection, header.destination_cid, True)  # the client's first packets use the id it chose
         return connection
 

@@ -716,6 +716,21 @@ async def test_a_host_keeps_its_share_of_connections_and_gets_a_place_back(monke
         assert await third.request(block(9), timeout_s=LIMIT_S) == m.BlockBytes(data=content(9))
 
 
+async def test_who_comes_through_a_port_of_this_machine_is_counted_as_the_host_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one WebSocket could take every place that a relay has: this machine itself is not bounded."""
+    monkeypatch.setattr(admission, "MAX_PER_HOST", 2)
+    async with linked() as (server, client, _):
+        server.host_behind = {client.port: "192.0.2.9"}.get
+        assert server.real_host(("127.0.0.1", client.port)) == "192.0.2.9"
+        assert server.real_host(("198.51.100.1", client.port)) == "198.51.100.1", "only of this machine's own ports"
+        for _ in range(2):
+            await dial(client, server)
+        with pytest.raises(DeadlineExceeded):
+            await client.dial(("127.0.0.1", server.port), expected=SERVER.node_id, timeout_s=0.3)
+
+
 async def test_damaged_first_packets_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flood of half-open connections is bounded, and each ends at its own deadline."""
     monkeypatch.setattr(s, "GREETING_DEADLINE_S", 0.2)
