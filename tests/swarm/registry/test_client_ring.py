@@ -259,7 +259,7 @@ def test_a_writer_tells_others_in_place_of_one_that_is_down_and_it_again_when_it
         await client.publish(announcement(A, 5))
         assert them.holding(A) == set(near) - {down}
         them.fakes[down].is_up = True
-        await asyncio.sleep(SUSPECT_S)
+        await asyncio.sleep(SUSPECT_S + 1e-3)
         await client.publish(announcement(A, 6))
         assert down in them.holding(A)
 
@@ -302,7 +302,7 @@ def test_members_are_asked_for_now_and_then_and_more_often_while_a_named_one_is_
         them.fakes[them.identities[1].node_id].is_up = False
         await second.members()
         before = them.network.count("request", them.identities[0].node_id)
-        await asyncio.sleep(MEMBERS_RETRY_S)
+        await asyncio.sleep(MEMBERS_RETRY_S + 1e-3)
         await second.members()
         assert them.network.count("request", them.identities[0].node_id) == before + 1
 
@@ -598,7 +598,7 @@ def test_while_a_watch_stands_a_large_ring_is_not_asked_again_until_it_tells_of_
         await asyncio.sleep(1.0)
         assert [record.seq for record in await reader.holders(MODEL)] == [2]
         assert await n_asked() == 0
-        await asyncio.sleep(FRESH_S)
+        await asyncio.sleep(FRESH_S + 1e-3)
         assert await n_asked() > 0
         task.cancel()
         await asyncio.wait([task])
