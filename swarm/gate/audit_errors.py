@@ -33,7 +33,7 @@ from swarm.gate.form_table import (
 )
 from swarm.gate.hooked_model import HookedModel
 from swarm.gate.layer_samples import N_SAMPLED, spread
-from swarm.gate.simulated_peers import N_PEERS, PeerPlan, SimulatedPeers, carry_rows
+from swarm.gate.simulated_peers import N_PEERS, PeerPlan, Ready, SimulatedPeers, carry_rows
 from swarm.ids import ExpertSet
 from swarm.wire.rows import RowCodec, Wire, WireForm
 
@@ -44,14 +44,6 @@ SEED = 1
 F32 = Wire(WireForm.F32, WireForm.F32)
 
 Rows = npt.NDArray[np.float32]
-
-
-class _Ready:
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def result(self) -> Rows:
-        return self._rows
 
 
 @dataclass(slots=True)
@@ -65,9 +57,9 @@ class _Streamed:
     progress: Callable[[], None]
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
 
-    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> _Ready:
+    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> Ready:
         if layer > max(self.sampled):
-            return _Ready(np.zeros_like(x))
+            return Ready(np.zeros_like(x))
         spec = self.model.spec
         with self._load(layer, repacks=False) as plain:
             executor = ExpertExecutor(plain, spec)
@@ -84,7 +76,7 @@ class _Streamed:
                                     wire, layer, executor, other, x[asked], topk_ids[asked], topk_weights[asked]
                                 )
         self.progress()
-        return _Ready(output)
+        return Ready(output)
 
     def _load(self, layer: int, *, repacks: bool) -> ExpertFfn:
         spec = self.model.spec

@@ -32,7 +32,16 @@ from swarm.gate.form_table import (
     window_tokens,
 )
 from swarm.gate.hooked_model import HookedModel
-from swarm.gate.simulated_peers import N_PEERS, Carry, NotFinite, PeerPlan, SimulatedPeers, carry_rows, load_experts
+from swarm.gate.simulated_peers import (
+    N_PEERS,
+    Carry,
+    NotFinite,
+    PeerPlan,
+    Ready,
+    SimulatedPeers,
+    carry_rows,
+    load_experts,
+)
 from swarm.gate.verdict import FormReport, Thresholds, bytes_per_row, require_at_least
 from swarm.ids import ExpertSet, format_index_set
 from swarm.model.spec import ModelSpec
@@ -83,14 +92,6 @@ class LayerStatistics:
         return self.sum_cosine / self.n_rows if self.n_rows else None
 
 
-class _Ready:
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    def result(self) -> Rows:
-        return self._rows
-
-
 @dataclass(slots=True)
 class _Streamed:
     """An `ExpertBackend` that loads a layer's experts when the graph comes to it."""
@@ -103,9 +104,9 @@ class _Streamed:
     progress: Callable[[int], None]
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(SEED))
 
-    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> _Ready:
+    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> Ready:
         if layer > max(self.sampled):
-            return _Ready(np.zeros_like(x))
+            return Ready(np.zeros_like(x))
         spec = self.model.spec
         experts = ExpertSet.of([layer], range(spec.n_expert))
         with load_experts(spec, self.model.source, experts) as ffn:
@@ -123,7 +124,7 @@ class _Streamed:
                         except NotFinite:
                             by_layer[layer].add_failure(len(expected))
         self.progress(layer)
-        return _Ready(output)
+        return Ready(output)
 
     def _random_rows(
         self, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows

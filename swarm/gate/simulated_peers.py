@@ -60,11 +60,14 @@ class PeerPlan:
         return cls(destinations=names, owners=dict.fromkeys(spec.moe_layers, owner))
 
 
-class _Ready:
+class Ready:
+    """A `LayerResult` that is there already: [T, D] float32."""
+
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
 
     def result(self) -> Rows:
+        """Return it."""
         return self._rows
 
 
@@ -86,13 +89,13 @@ class SimulatedPeers:
         self.wire = wire
         self.plan = plan
 
-    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> _Ready:
+    def begin(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> Ready:
         """Return the layer's output, computed at once.
 
         Raises:
             NotFinite: the form cannot carry these rows.
         """
-        return _Ready(self.compute(layer, x, topk_ids, topk_weights))
+        return Ready(self.compute(layer, x, topk_ids, topk_weights))
 
     def compute(self, layer: int, x: Rows, topk_ids: npt.NDArray[np.int32], topk_weights: Rows) -> Rows:
         """Return the routed experts' output of one layer, [T, D]; raises as `begin`."""
