@@ -56,7 +56,7 @@ class GrammarVocabulary:
                 options: Any = {"whitespace_pattern": JSON_SPACE}
                 compiled = LLMatcher.grammar_from_json_schema(grammar.text, overrides=options)
             else:
-                compiled = grammar_from("gbnf" if grammar.kind is GrammarKind.GBNF else "lark", grammar.text)
+                compiled = grammar_from("gbnf", grammar.text)
         except Exception as error:  # its parsers raise what they like
             raise UserError(f"bad {grammar.kind.value}: {str(error)[:500]}") from error
         matcher = LLMatcher(self._made(), compiled, log_level=0)

@@ -53,7 +53,6 @@ class GrammarKind(StrEnum):
 
     JSON_SCHEMA = "json_schema"
     GBNF = "gbnf"
-    LARK = "lark"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
