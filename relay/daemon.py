@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from relay.counts import of_bridges, of_endpoint, of_registry, of_service
 from relay.metrics import Metric
 from relay.outward import outward_host
-from relay.quotas import Limits, TokenBucket
+from relay.quotas import Limits
 from relay.service import SERVES as RELAY_SERVES
 from relay.service import RelayService
 from swarm import __version__
@@ -38,6 +38,7 @@ from swarm.registry.announcer import SequenceNumbers
 from swarm.registry.client import RegistryAddress
 from swarm.registry.networks import Scope, host_of, scope_of
 from swarm.registry.node import SERVES, RegistryNode, RingMember
+from swarm.token_bucket import TokenBucket
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 
-from relay.quotas import MAX_PACKET_BYTES, TokenBucket
+from relay.quotas import MAX_PACKET_BYTES
+from swarm.token_bucket import TokenBucket
 
 QUANTUM_BYTES = MAX_PACKET_BYTES
 # A flow waits until its buckets hold as many seconds of their rate (or all that it has waiting), so that a flood costs a

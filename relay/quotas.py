@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swarm.token_bucket import TokenBucket
+
 MBIT_S = 1_000_000
 # What may go at once of a rate, seconds of it. As long as the queue may be: a first flight of 100 KB passes a channel unhindered.
 BURST_S = 0.030
 # The largest packet that is passed on: an Ethernet frame's payload, less IPv4's and UDP's heads.
 MAX_PACKET_BYTES = 1472
-_ROUNDING_S = 1e-6  # floats may fall short of a whole token by a trifle, and be asked again and again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,41 +33,6 @@ class Limits:
     n_reservations: int = 4096
     queue_s: float = 0.030
     idle_s: float = 60.0
-
-
-class TokenBucket:
-    """Lets `burst` go at once and `rate_per_s` in the long run."""
-
-    __slots__ = ("_burst", "_filled", "_n_tokens", "rate_per_s")
-
-    def __init__(self, *, rate_per_s: float, burst: float, now: float) -> None:
-        self.rate_per_s = rate_per_s
-        self._burst = burst
-        self._n_tokens = burst
-        self._filled = now
-
-    def take(self, now: float) -> float:
-        """Take one token and return 0, or take none and return the seconds until there is one."""
-        if self.level(now) >= 1:
-            self._n_tokens -= 1
-            return 0.0
-        return (1 - self._n_tokens) / self.rate_per_s
-
-    def level(self, now: float) -> float:
-        """Return how many tokens there are."""
-        n_tokens = self._n_tokens + (now - self._filled) * self.rate_per_s
-        self._filled = now
-        self._n_tokens = n_tokens = min(n_tokens, self._burst)
-        return n_tokens
-
-    def spend(self, n_tokens: float) -> None:
-        """Take as many, which the caller has seen to be there."""
-        self._n_tokens -= n_tokens
-
-    def wait_s(self, n_tokens: float) -> float:
-        """Return the seconds from the last look until there are as many, or until it is full; 0 if there are."""
-        n_missing = min(n_tokens, self._burst) - self._n_tokens
-        return n_missing / self.rate_per_s + _ROUNDING_S if n_missing > 0 else 0.0
 
 
 def byte_bucket(rate_bit_s: int, now: float) -> TokenBucket:

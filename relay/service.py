@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from relay.quotas import Limits, TokenBucket
+from relay.quotas import Limits
 from relay.reservations import ChannelEntry, Reservations
 from relay.switchboard import Flight, Switchboard
 from swarm.errors import Leaving, NetworkError, Overloaded, Refused, RemoteProtocolError, RemoteRefused, SwarmError
@@ -21,6 +21,7 @@ from swarm.ids import NodeId
 from swarm.net import relay_packets as p
 from swarm.net.addresses import SocketAddress, format_address, is_loopback
 from swarm.net.admission import host_of
+from swarm.token_bucket import TokenBucket
 from swarm.wire import messages as m
 from swarm.wire.vouchers import read_voucher, sign_voucher
 

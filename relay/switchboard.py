@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from relay.fair_queue import FairQueue, Flow
-from relay.quotas import MAX_PACKET_BYTES, Limits, TokenBucket, byte_bucket
+from relay.quotas import MAX_PACKET_BYTES, Limits, byte_bucket
 from swarm.errors import RemoteProtocolError
 from swarm.ids import NodeId
 from swarm.net import relay_packets as p
+from swarm.token_bucket import TokenBucket
 
 Address = Any  # a socket's address, compared as a whole
 Flight = tuple[Sequence[bytes], Address]

@@ -35,6 +35,7 @@ from swarm.net.punch import Sighting, candidates, is_hopeless, mapping_of, usabl
 from swarm.net.reachability import Reach, ReachChecker, Verdict, classify
 from swarm.net.relay_client import SERVES as RELAY_SERVES
 from swarm.net.relay_client import RelayAddress, RelayClient, RelayLeg
+from swarm.token_bucket import TokenBucket
 from swarm.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class PathFinder:
         self._endpoint = endpoint
         self._is_relays_only = is_relays_only
         self._vouchers: dict[NodeId, tuple[bytes, ...]] = {}
-        self._offers_left, self._offers_at = OFFER_BURST, clock()
+        self._offers = TokenBucket(rate_per_s=OFFERS_PER_S, burst=OFFER_BURST, now=clock())
         self._offered: weakref.WeakKeyDictionary[Connection, float] = weakref.WeakKeyDictionary()
         self._tasks = asyncio.TaskGroup()
         self._running: set[asyncio.Task[None]] = set()
@@ -389,11 +390,8 @@ class PathFinder:
         now = clock()
         if now < self._offered.get(connection, float("-inf")) + OFFER_REST_S:
             raise Overloaded("paths were offered a moment ago", retry_after_s=OFFER_REST_S)
-        self._offers_left = min(OFFER_BURST, self._offers_left + (now - self._offers_at) * OFFERS_PER_S)
-        self._offers_at = now
-        if self._offers_left < 1:
+        if self._offers.take(now):
             raise Overloaded("too many paths are offered", retry_after_s=OFFER_REST_S)
-        self._offers_left -= 1
         self._offered[connection] = now
         ours = self.mapping()
         if not is_hopeless(ours, request.mapping):

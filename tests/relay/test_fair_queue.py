@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from relay.fair_queue import FairQueue, Flow
-from relay.quotas import TokenBucket, byte_bucket
+from relay.quotas import byte_bucket
+from swarm.token_bucket import TokenBucket
 
 T0 = 100.0
 MBIT = 1_000_000

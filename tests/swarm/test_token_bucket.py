@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relay.quotas import TokenBucket
+from swarm.token_bucket import TokenBucket
 
 
 def test_a_burst_goes_at_once_and_then_the_rate() -> None:
