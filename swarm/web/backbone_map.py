@@ -22,7 +22,7 @@ from swarm.web.registry_map import digits
 
 USED = (PeerState.IN_USE, PeerState.ON_TRIAL)
 
-RATE_WINDOW_S = 10.0  # of tokens per second
+RATE_WINDOW_S, RATE_STEP_S = 10.0, 0.5  # of tokens per second: over how long, and how finely it is remembered
 
 Json = dict[str, Any]
 
@@ -71,7 +71,8 @@ class BackboneMap:
         written = self._running.backbone.stats.n_completion_tokens
         while len(self._written) > 1 and self._written[1][0] <= now - RATE_WINDOW_S:
             self._written.popleft()
-        self._written.append((now, written))
+        if not self._written or now - self._written[-1][0] >= RATE_STEP_S:  # however often the map is asked for
+            self._written.append((now, written))
         then, before = self._written[0]
         return round((written - before) / (now - then), 1) if now > then else 0.0
 
