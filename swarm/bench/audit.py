@@ -6,7 +6,8 @@ those in use begins to lie at a random token of an answer, streamed in every oth
 lied MAX_BATCHES times; then one more, which must be honest.
 
     held answer       equal to the honest one, in full
-    streamed answer   ends with an error that names the last audited token; what came up to that one is the honest text
+    streamed answer   ends with an error that names the last audited token; what came up to that one is the honest text;
+                      or, the lie being caught before anything of it left, goes on to the honest end
     next answer       equal to the honest one
 
 A *batch* is one answer of the lying peer that was used. In forms of partial sums texts may differ by rounding, at a tie: only in
@@ -90,6 +91,7 @@ class _Run:
     held_equal: bool | None = None  # of the held answers during which it lied
     stream_named: int | None = None  # the last audited token, by the stream's error
     stream_prefix_equal: bool | None = None
+    stream_equal: bool | None = None  # of a stream without an error: caught before a wrong token left
     next_equal: bool | None = None
     n_warm_up: int = 0
     errors: list[str] = field(default_factory=list)
@@ -243,7 +245,9 @@ async def _lie(
             run.stream_named = error.n_audited
             run.stream_prefix_equal = texts[: error.n_audited] == reference[: error.n_audited]
             break
-        if not run.is_streamed:
+        if run.is_streamed:
+            run.stream_equal = texts == reference if caught_at else None
+        else:
             run.held_equal = "".join(texts) == "".join(reference) and run.held_equal is not False
     if caught_at and began:
         run.detection_s = caught_at[0][0] - began[0][0]
@@ -303,6 +307,7 @@ def _figures(options: AuditOptions, runs: list[_Run]) -> dict[str, Any]:
         "streamed_runs": len(streamed),
         "streamed_error_runs": sum(run.stream_named is not None for run in streamed),
         "streamed_prefix_equal_runs": sum(run.stream_prefix_equal is True for run in streamed),
+        "streamed_equal_runs": sum(run.stream_equal is True for run in streamed),
         "next_equal_runs": sum(run.next_equal is True for run in runs),
         "batches_to_detection": batches,
         "reasons": sorted({run.reason for run in runs if run.reason}),
