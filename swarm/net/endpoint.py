@@ -230,6 +230,14 @@ class Endpoint:
                 if connection.monitor is not None:
                     connection.monitor.remove(path, reason=reason)
 
+    def uses_channel(self, channel: bytes) -> bool:
+        """Return whether a channel is a path of some connection, in use or spare."""
+        path = self._channels.get(channel)
+        return path is not None and any(
+            connection.path == path or (connection.monitor is not None and connection.monitor.knows(path))
+            for connection in self._connections
+        )
+
     def add_path(self, connection: Connection, path: Path | SocketAddress) -> None:
         """Try a further path for an open connection; it is used if it works and is better. Forgotten if it is not open."""
         monitor = self._monitor(connection)

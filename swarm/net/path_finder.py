@@ -50,10 +50,11 @@ OFFERS_PER_S, OFFER_BURST = 2.0, 12.0
 OFFER_REST_S = 5.0  # between two offers that one connection's other side may make: each has us probe eight addresses
 MAX_VOUCHERS = 4  # that a record may carry
 LOOK_S = 2.0  # between two looks whether others see us at a new address
-CHECK_S, CHECK_RETRY_S = (
-    600.0,
-    60.0,
-)  # between two checks whether others reach us; the second while nobody could try; guessed
+# Between two checks whether others reach us; the second while nobody could try; guessed.
+CHECK_S, CHECK_RETRY_S = 600.0, 60.0
+# Between two looks whether a channel by which we were called carries a connection: a relay lets a node have few of them, and a
+# stranger could hold them all. Guessed: three times what a dial takes at most.
+UNUSED_S = 3 * DIAL_TIMEOUT_S
 SPARE_REST_S = 0.1  # from the loss of a relay's channel to opening another
 SPARE_RETRY_S = 2.0  # until it is tried again if that fails
 
@@ -200,10 +201,14 @@ class PathFinder:
             self.relays.on_change = on_change
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.relays.run(far))
-                tasks.create_task(self._keep_checking(on_change))
+                tasks.create_task(self._keep_checking(on_change, far))
 
-    async def _keep_checking(self, on_change: Callable[[], None]) -> None:
-        """Check now and then whether others reach us, and whenever we are seen at another address."""
+    async def _keep_checking(self, on_change: Callable[[], None], relays: Callable[[], list[RelayAddress]]) -> None:
+        """Check now and then whether others reach us, and whenever we are seen at another address; these relays are asked."""
+
+        def may_ask(connection: Connection) -> bool:
+            return any(connection.remote == each.node or connection.address == each.address for each in relays())
+
         seen: set[SocketAddress] = set()
         next_at, told = clock(), self.how_reached()
         while True:
@@ -212,7 +217,7 @@ class PathFinder:
             if clock() < next_at and not found - seen:
                 continue
             seen |= found
-            await self.reach.check()
+            await self.reach.check(may_ask)
             is_known = any(verdict is not Verdict.UNKNOWN for verdict in self.reach.verdicts.values())
             next_at = clock() + (CHECK_S if is_known else CHECK_RETRY_S) * random.uniform(0.8, 1.2)
             if self.how_reached() is not told:
@@ -278,6 +283,16 @@ class PathFinder:
         """A node calls us through a relay: what comes by that channel is ours."""
         self._endpoint.add_channel(leg.channel, leg.address)
         leg.on_lost = lambda: self._endpoint.remove_channel(leg.channel)
+        self._start(self._end_unused(leg), "called through a relay")
+
+    async def _end_unused(self, leg: RelayLeg) -> None:
+        """End a channel by which somebody called once no connection uses it."""
+        while not leg.is_lost:
+            await asyncio.sleep(UNUSED_S)
+            if not self._endpoint.uses_channel(leg.channel):
+                leg.close()
+                self._endpoint.remove_channel(leg.channel)
+                return
 
     async def _open_leg(self, node: NodeId, voucher: bytes) -> tuple[RelayLeg, Path]:
         leg = await self.relays.connect(node, voucher)

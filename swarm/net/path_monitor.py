@@ -61,6 +61,10 @@ class PathMonitor:
         """Every path, the active one first."""
         return self._policy.views()
 
+    def knows(self, path: Path) -> bool:
+        """Return whether a path is one of these: something authentic of the connection came on it, or it was added."""
+        return self._policy.knows(path)
+
     def add(self, path: Path) -> None:
         """Try a path, from now on."""
         now = self._clock()

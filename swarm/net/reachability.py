@@ -84,14 +84,20 @@ class ReachChecker:
         endpoint.add_handler((m.Reached,), self._take_reached)
         endpoint.add_handler((m.DialBack,), self._dial_back)
 
-    async def check(self) -> dict[int, Verdict]:
+    async def check(self, may_ask: Callable[[Connection], bool] = lambda _: True) -> dict[int, Verdict]:
         """Ask every relay that we are connected to, each kind of IP by one that sees it, and return the verdicts.
 
         What nobody could try stays as it was.
+
+        Args:
+            may_ask: whether a connection is to a relay of whom that may be asked: what others say makes this node look closed,
+                so it should not be just anybody whom it has dialled.
         """
         asked: set[int] = set()
         for connection in self._endpoint.open_connections():
             if not connection.is_client or connection.path.is_relayed or connection.address is None:
+                continue
+            if not may_ask(connection):
                 continue
             version = plain_ip(connection.address[0]).version
             if version in asked or plain_ip(connection.address[0]).is_loopback:

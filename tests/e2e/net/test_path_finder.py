@@ -12,6 +12,7 @@ from relay.daemon import RelayConfig, RelayDaemon, RelayReady
 from swarm.errors import NetworkError, RemoteProtocolError
 from swarm.identity import Identity
 from swarm.ids import ModelId
+from swarm.net import path_finder as path_finder_module
 from swarm.net.addresses import parse_address
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
@@ -126,3 +127,19 @@ async def test_a_node_whose_relays_know_nothing_of_it_cannot_be_reached() -> Non
         caller_finder.know(stranger, [*vouchers, "%%%"])
         with pytest.raises((NetworkError, RemoteProtocolError)):
             await caller_finder.dial_relayed(stranger)
+
+
+async def test_a_channel_without_a_connection_is_ended_and_a_used_one_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A relay lets a node have few channels: a stranger that only opens them must not hold them all."""
+    monkeypatch.setattr(path_finder_module, "UNUSED_S", 0.5)
+    async with two_nodes(is_relays_only=True) as (_, called_finder, caller_finder, pool, called):
+        connection = await pool.reach(record(called_finder, called))  # type: ignore[arg-type]
+        await until(lambda: connection.monitor is not None and len(connection.monitor.views) == 2)
+        used = set(called._channels)
+        assert len(used) == 2, "one of them spare"
+        idle = await caller_finder.relays.connect(called.identity.node_id, called_finder.relays.vouchers()[0])
+        await until(lambda: idle.channel in called._channels)
+        await until(lambda: idle.channel not in called._channels)
+        await asyncio.sleep(2 * path_finder_module.UNUSED_S)
+        assert set(called._channels) == used
+        await connection.request(m.GetStatus(), timeout_s=LIMIT_S)

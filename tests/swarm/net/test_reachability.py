@@ -108,6 +108,19 @@ def test_a_host_of_the_other_kind_of_ip_says_nothing_about_this_one() -> None:
     assert checker(["2001:db8::1", "2001:db8:1::1"]) is Verdict.CLOSED
 
 
+async def test_only_who_may_be_asked_makes_it_closed() -> None:
+    """Any node that was dialled could say so."""
+    stranger, relay = (
+        FakeConnection(host, is_client=True, answer=m.Checked(n_asked=2, n_reached=0))
+        for host in ("198.51.100.1", "198.51.100.2")
+    )
+    endpoint = FakeEndpoint(stranger, relay)
+    reach = ReachChecker(cast(Any, endpoint))
+    assert (await reach.check(lambda connection: False))[4] is Verdict.UNKNOWN
+    assert (await reach.check(lambda connection: connection.address == relay.address))[4] is Verdict.CLOSED
+    assert (len(stranger.requests), len(relay.requests)) == (0, 1)
+
+
 async def test_a_nonce_that_was_not_asked_for_is_refused() -> None:
     endpoint = FakeEndpoint()
     ReachChecker(cast(Any, endpoint))
