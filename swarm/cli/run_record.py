@@ -100,9 +100,10 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
+    """Return the commit that this code is of, with `-dirty` where a tracked file differs from it; None outside a checkout."""
     try:
         done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
+            ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"],
             cwd=Path(__file__).parent,
             capture_output=True,
             text=True,

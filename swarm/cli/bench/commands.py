@@ -21,6 +21,7 @@ COMMANDS = {
     "ablation": ("swarm.cli.bench.ablation", "ablation"),
     "popularity": ("swarm.cli.bench.popularity", "popularity"),
     "failover": ("swarm.cli.bench.failover", "failover"),
+    "soak": ("swarm.cli.bench.soak", "soak"),
     "audit": ("swarm.cli.bench.audit", "audit"),
     "federation": ("swarm.cli.bench.federation", "federation"),
     "registry": ("swarm.cli.bench.registry", "registry"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,25 @@ def test_a_record_has_the_figures_the_command_and_the_machine(tmp_path: Path, mo
     assert record["machine"]["n_cores"] >= 1
     assert record["versions"]["python"]
     assert str(tmp_path) not in path.read_text()
+
+
+def test_a_record_of_changed_code_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=n", "-c", "user.email=n@example.org")
+        done = subprocess.run(["git", *identity, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    code, path = tmp_path / "code.py", tmp_path.parent / f"{tmp_path.name}-record.json"
+    monkeypatch.setattr(run_record, "__file__", str(code))
+    code.write_text("x = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD")
+    for text, expected in (("x = 1\n", commit), ("x = 2\n", f"{commit}-dirty")):
+        code.write_text(text)
+        write_run_record(path, {})
+        assert json.loads(path.read_text())["commit"] == expected
 
 
 def test_relative_paths_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
