@@ -16,8 +16,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from swarm.backbone.engine import Engine
 from swarm.speculation.accept import DraftStats, accept
-from swarm.speculation.controller import Controller
-from swarm.speculation.drafter import Drafter
+from swarm.speculation.drafter import Drafter, Observer
 from swarm.speculation.ngram import NgramDrafter
 
 logger = logging.getLogger(__name__)
@@ -26,7 +25,7 @@ MAX_DRAFT = 64  # tokens of a draft; a guess: far above what pays on any path
 
 
 class Continuation:
-    """Owns the engine's sequence 0 from `start` on; one at a time."""
+    """Owns one of the engine's sequences from `start` on; one at a time for each."""
 
     def __init__(
         self,
@@ -37,6 +36,7 @@ class Continuation:
         n_draft: int = 0,
         stats: DraftStats | None = None,
         drafter: Drafter | None = None,
+        sequence: int = 0,
     ) -> None:
         """Prepare.
 
@@ -44,26 +44,30 @@ class Continuation:
             draw: draws a token from a row of the last step's logits (index as in `LlamaContext.logits`); called on the
                 engine's thread.
             n_draft: most tokens drafted in a step; 0: no drafts.
-            drafter: who drafts them, told of each step if it is a `Controller`; None: prompt lookup, always.
+            drafter: who drafts them, told of each step if it is an `Observer`; None: prompt lookup, always.
         """
         self._engine = engine
+        self._sequence = sequence
         self._draw = draw
         self._n_batch = n_batch
         self._n_draft = min(n_draft, n_batch - 1)
         self._drafter = NgramDrafter() if drafter is None else drafter
+        self._observer = self._drafter if isinstance(self._drafter, Observer) else None
         self._tokens: list[int] = []
         self.stats = stats if stats is not None else DraftStats()
 
     async def start(self, prompt: list[int]) -> None:
-        """Clear the cache and compute the prompt; `first` draws from its last row.
+        """Empty the sequence and compute the prompt; `first` draws from its last row.
 
         Raises:
             ExpertUnavailable, EngineError: as `Engine.decode`.
         """
-        await self._engine.call(self._engine.context.clear)
+        await self._engine.call(lambda: self._engine.context.remove(self._sequence, 0))
         for at in range(0, len(prompt), self._n_batch):
             chunk = prompt[at : at + self._n_batch]
-            await self._engine.call(lambda chunk=chunk, at=at: self._engine.decode(chunk, at, "last"))  # type: ignore[misc]
+            await self._engine.call(
+                lambda chunk=chunk, at=at: self._engine.decode(chunk, at, "last", sequence=self._sequence)  # type: ignore[misc]
+            )
         self._remember(prompt)
 
     async def tokens(self, n_most: int) -> AsyncGenerator[int, None]:
@@ -106,9 +110,9 @@ class Continuation:
         draft_tokens = self._drafts(n_most)
         position = len(self._tokens) - 1
         began_at = time.perf_counter()
-        self._engine.decode([self._tokens[-1], *draft_tokens], position, "all")
-        if isinstance(self._drafter, Controller):
-            self._drafter.observe(1 + len(draft_tokens), time.perf_counter() - began_at)
+        self._engine.decode([self._tokens[-1], *draft_tokens], position, "all", sequence=self._sequence)
+        if self._observer is not None:
+            self._observer.observe(1 + len(draft_tokens), time.perf_counter() - began_at)
         drawn = accept(draft_tokens, self._draw)
         if len(drawn) <= len(draft_tokens):
             self._forget(position + len(drawn), [*self._tokens, *drawn[:-1]])
@@ -116,14 +120,14 @@ class Continuation:
 
     def _forget(self, position: int, kept: list[int]) -> None:
         """Remove everything from `position` on from the cache; `kept` is what stays."""
-        if self._engine.context.remove(0, position):
+        if self._engine.context.remove(self._sequence, position):
             return
         # A recurrent memory cannot go back: its state is computed anew, once, and this sequence drafts no more.
         logger.warning("this model's memory cannot take back a draft; drafts are off for this answer")
         self._n_draft = 0
-        self._engine.context.clear()
+        self._engine.context.remove(self._sequence, 0)
         for at in range(0, position, self._n_batch):
-            self._engine.decode(kept[at : min(at + self._n_batch, position)], at, "none")
+            self._engine.decode(kept[at : min(at + self._n_batch, position)], at, "none", sequence=self._sequence)
 
     def _remember(self, tokens: list[int]) -> None:
         self._tokens += tokens

@@ -58,7 +58,9 @@ class Drafting:
             sources.append(Source("local", drafter))
         if self._model is not None:
             sources.append(Source("model", self._model.drafter(engine, sequence)))
-        return Controller(sources, self.experience(engine), n_most=self._n_most, now=self._now)
+        return Controller(
+            sources, self.experience(engine), n_most=self._n_most, now=self._now, trips=lambda: engine.trips
+        )
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return drafter -> tokens drafted and accepted so far, by all engines."""

@@ -42,6 +42,7 @@ class LocalDrafter:
 
     Attributes:
         least_reach: a token is drafted while it and those before it are together at least so likely.
+        reaches: of the latest draft's tokens, how likely each and all before it are accepted.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class LocalDrafter:
     ) -> None:
         """`confidence`, `memory`: of all drafters of this kind, and of this engine."""
         self.least_reach = least_reach
+        self.reaches: list[float] = []
         self._engine = engine
         self._sequence = sequence
         self._local = local
@@ -77,6 +79,7 @@ class LocalDrafter:
             EngineError: the cache could not be put back; the sequence is lost.
         """
         self._learn(tokens)
+        self.reaches = []
         context, at = self._engine.context, len(tokens) - 1
         n = min(n, context.n_ctx - len(tokens))
         if n < 1 or self._memory.can_forget is False or not self._local.can_draft:
@@ -95,6 +98,7 @@ class LocalDrafter:
                     break
                 drafts.append(token)
                 probabilities.append(probability)
+                self.reaches.append(reach)
         except SwarmError as error:
             logger.debug("no draft: %s", error)
             drafts = []

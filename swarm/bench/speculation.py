@@ -1,7 +1,8 @@
-"""Drafts against no drafts: the same texts, in turn, over emulated paths, on one backbone with its local experts.
+"""Drafts against no drafts: the same texts, step by step in turn, over emulated paths, on one backbone with its local experts.
 
-What is written is given beforehand, or greedy; a draft counts as accepted where the text has it. `break_even_accept_length` is
-how long a step with drafts takes by one without: an accept length above it pays.
+Both are sequences of one engine, a step of one after a step of the other: whatever else the machine does meets both. What is
+written is given beforehand, or greedy; a draft counts as accepted where the text has it. `break_even_accept_length` is how long a
+step with drafts takes by one without: an accept length above it pays.
 
 With a forced acceptance no drafter is asked: each draft token is right with that probability, at no cost, and the number drafted
 is fixed.
@@ -15,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from swarm.bench.draft_texts import (
     distinct_4gram_share,
     novel_pieces,
 )
+from swarm.bench.lookahead import LookaheadDrafter
 from swarm.bench.popularity import open_local
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
 from swarm.dispatch.dispatcher import DispatchStats
@@ -46,7 +48,7 @@ from swarm.speculation.accept import DraftStats
 from swarm.speculation.drafter import Drafter
 from swarm.wire.rows import Wire
 
-DRAFTERS = ("auto", "ngram", "local", "model", "off")
+DRAFTERS = ("auto", "ngram", "local", "model", "lookahead", "off")
 MAX_TEXT_BYTES = 400_000  # of a file of text; tokenising more only takes time
 N_LEARN = 1000  # tokens whose routing is known before local experts are chosen
 N_BATCH = EngineConfig().n_batch
@@ -91,21 +93,6 @@ class SpeculationOptions:
             raise UserError("--drafter model needs a --draft-model")
 
 
-@dataclass(slots=True)
-class _Run:
-    """One piece written once, up to its turn.
-
-    Attributes:
-        turned: steps behind the turn, but for those that drafts may take to begin.
-    """
-
-    seconds: float
-    tokens: list[int]
-    drafts: DraftStats
-    dispatch: DispatchStats
-    turned: DraftStats
-
-
 class Forced:
     """A `Drafter` that knows the text and is right with a given probability at each token."""
 
@@ -131,7 +118,13 @@ async def measure_speculation(options: SpeculationOptions, progress: Progress) -
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="swarm-bench-")))
         opening = open_testbed(
-            folder, options.model, n_peers=options.n_peers, wire=options.wire, paths=options.paths, engine=engine
+            folder,
+            options.model,
+            n_peers=options.n_peers,
+            wire=options.wire,
+            paths=options.paths,
+            engine=engine,
+            adapt=lambda config: replace(config, n_slots=2),
         )
         testbed = await stack.enter_async_context(opening)
         text = read_tokens(options.source, testbed.running.engine)
@@ -142,13 +135,19 @@ async def measure_speculation(options: SpeculationOptions, progress: Progress) -
             model.require_same_vocabulary(running.engine.model)
         drafting = _drafting(options, running, model)
         pieces = _pieces(options, text)
-        done: list[tuple[Piece, _Run, _Run]] = []
+        done: list[tuple[Piece, _Writer, _Writer]] = []
         for number, piece in enumerate(pieces):
             progress(number, len(pieces))
-            drafter = _drafter(options, drafting, running.engine, piece, number)
-            first = await _write(running, piece, options.n_draft, drafter) if number % 2 else None
-            off = await _write(running, piece, 0, None)
-            on = first if first is not None else await _write(running, piece, options.n_draft, drafter)
+            drafter = _drafter(options, drafting, running.engine, piece, number, text)
+            on = _Writer(running, piece, 0, options.n_draft, drafter)
+            off = _Writer(running, piece, 1)
+            for writer in (on, off):
+                await writer.begin()
+            while not (on.is_done and off.is_done):
+                for writer in (on, off) if number % 2 else (off, on):
+                    await writer.step()
+            if drafter is not None:  # without drafts a turn shows nothing
+                await on.turn()
             done.append((piece, on, off))
         progress(1, 1)
         return _figures(options, running, drafting, done)
@@ -192,10 +191,13 @@ def _drafting(options: SpeculationOptions, running: RunningBackbone, model: Draf
 
 
 def _drafter(
-    options: SpeculationOptions, drafting: Drafting, engine: Engine, piece: Piece, number: int
+    options: SpeculationOptions, drafting: Drafting, engine: Engine, piece: Piece, number: int, text: list[int]
 ) -> Drafter | None:
     if options.drafter == "off":
         return None
+    if options.drafter == "lookahead":
+        rng = np.random.default_rng((options.seed, number))
+        return LookaheadDrafter(lambda row: int(engine.context.logits(row).argmax()), text, rng)
     if options.forced_acceptance is None:
         return drafting(engine, 0)
     if piece.target is None:
@@ -214,41 +216,73 @@ def _pieces(options: SpeculationOptions, text: list[int]) -> list[Piece]:
     return adversarial_pieces(sorted(set(text)), options.n_pieces, options.seed, n_tokens=n_tokens)
 
 
-async def _write(running: RunningBackbone, piece: Piece, n_draft: int, drafter: Drafter | None) -> _Run:
-    """Write a piece; what counts begins behind the prompt's first token."""
-    engine, dispatcher = running.engine, running.dispatcher
-    given = iter(piece.target or ())
+class _Writer:
+    """Writes one piece in a sequence of the engine; what counts begins behind the prompt's first token.
 
-    def draw(row: int) -> int:
-        return int(engine.context.logits(row).argmax()) if piece.target is None else next(given)
+    Attributes:
+        seconds: that its steps took, up to the turn.
+        turned: steps behind the turn, but for those that drafts may take to begin.
+    """
 
-    n_draft = n_draft if drafter is not None else 0
-    continuation = Continuation(engine, draw, n_batch=N_BATCH, n_draft=n_draft, drafter=drafter)
-    await continuation.start(list(piece.prompt))
-    tokens = [await continuation.first()]
-    continuation.stats = drafts = DraftStats()
-    dispatcher.stats = dispatch = DispatchStats()
-    n_main = piece.n_tokens - piece.n_turn
-    started = time.perf_counter()
-    while len(tokens) < n_main:
-        tokens += await continuation.step(n_main - len(tokens))
-    seconds = time.perf_counter() - started
-    dispatcher.stats = DispatchStats()
-    continuation.stats = turned = DraftStats()
-    if drafter is not None:  # without drafts a turn shows nothing
+    def __init__(
+        self, running: RunningBackbone, piece: Piece, sequence: int, n_draft: int = 0, drafter: Drafter | None = None
+    ) -> None:
+        self.seconds = 0.0
+        self.tokens: list[int] = []
+        self.drafts = DraftStats()
+        self.turned = DraftStats()
+        self.dispatch = DispatchStats()
+        self._dispatcher = running.dispatcher
+        self._piece = piece
+        self._n_main = piece.n_tokens - piece.n_turn
+        engine, given = running.engine, iter(piece.target or ())
+
+        def draw(row: int) -> int:
+            return int(engine.context.logits(row).argmax()) if piece.target is None else next(given)
+
+        self._continuation = Continuation(
+            engine,
+            draw,
+            n_batch=N_BATCH,
+            n_draft=n_draft if drafter is not None else 0,
+            drafter=drafter,
+            stats=self.drafts,
+            sequence=sequence,
+        )
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.tokens) >= self._n_main
+
+    async def begin(self) -> None:
+        """Compute the prompt and draw the first token."""
+        await self._continuation.start(list(self._piece.prompt))
+        self.tokens = [await self._continuation.first()]
+
+    async def step(self) -> None:
+        """Make one step, if any is left."""
+        if self.is_done:
+            return
+        self._dispatcher.stats = self.dispatch
+        began_at = time.perf_counter()
+        self.tokens += await self._continuation.step(self._n_main - len(self.tokens))
+        self.seconds += time.perf_counter() - began_at
+        self._dispatcher.stats = DispatchStats()
+
+    async def turn(self) -> None:
+        """Write what is behind the turn."""
         n_more = 0
-        while n_more < piece.n_turn:
+        while n_more < self._piece.n_turn:
             if n_more <= TURN_SETTLED:
-                continuation.stats = turned = DraftStats()
-            n_more += len(await continuation.step(piece.n_turn - n_more))
-    return _Run(seconds, tokens, drafts, dispatch, turned)
+                self._continuation.stats = self.turned = DraftStats()
+            n_more += len(await self._continuation.step(self._piece.n_turn - n_more))
 
 
 def _figures(
     options: SpeculationOptions,
     running: RunningBackbone,
     drafting: Drafting,
-    done: list[tuple[Piece, _Run, _Run]],
+    done: list[tuple[Piece, _Writer, _Writer]],
 ) -> dict[str, Any]:
     ons, offs = [on for _, on, _ in done], [off for _, _, off in done]
     turns = [on.turned for piece, on, _ in done if piece.n_turn]

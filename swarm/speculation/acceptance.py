@@ -52,6 +52,11 @@ class Acceptance:
         """Whether anything was looked at."""
         return self._all.n_looks > 0
 
+    @property
+    def hope(self) -> float:
+        """How likely a token may still be, with few looks: a look that was right and one that was not are added."""
+        return (self._all.n_right + 1.0) / (self._all.n_looks + 2.0)
+
     def count(self, position: int, is_right: bool) -> None:
         """One drafted token, number `position` of its draft, was looked at."""
         while len(self._by_position) <= position:

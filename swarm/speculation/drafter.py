@@ -25,6 +25,22 @@ class Doubtful(Protocol):
 
     Attributes:
         least_reach: how likely all tokens of a draft together must be, at least.
+        reaches: of the latest draft, how likely each token and all before it are accepted.
     """
 
     least_reach: float
+    reaches: Sequence[float]
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A drafter that is told what steps cost."""
+
+    def observe(self, n_rows: int, seconds: float, n_beside: int = 0) -> None:
+        """A step was made, before anything is drawn of it.
+
+        Args:
+            n_rows: of all its sequences, drafts included; the drafter's own come in order.
+            n_beside: sequences beside the drafter's own.
+        """
+        ...

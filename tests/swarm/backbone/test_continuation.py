@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
+from swarm.architectures.generator import Variant, write_model
+from swarm.architectures.recipes import RECIPES
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.requests import SamplingParams
 from swarm.errors import ExpertUnavailable
 from swarm.native.llama import Sampler
 from swarm.speculation.accept import DraftStats
-from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
+from tests.swarm.backbone.local_experts import LocalExperts, SplitModel, split
 
 N_BATCH = 64
 CONFIG = EngineConfig(n_ctx=256, n_batch=N_BATCH, n_ubatch=N_BATCH, n_threads=1)
@@ -198,13 +201,18 @@ class Recurrent:
 
     def __init__(self) -> None:
         self.decoded: list[tuple[list[int], int]] = []
-        self.context = SimpleNamespace(n_ctx=100, clear=self.decoded.clear, remove=lambda sequence, position: False)
+        self.context = SimpleNamespace(n_ctx=100, remove=self.remove)
         self.model = SimpleNamespace(is_end_of_generation=lambda token: False)
 
     async def call(self, step: Callable[[], Any]) -> Any:
         return step()
 
-    def decode(self, tokens: list[int], position: int, logits: str) -> None:
+    def remove(self, sequence: int, position: int) -> bool:
+        if position == 0:
+            self.decoded.clear()
+        return position == 0
+
+    def decode(self, tokens: list[int], position: int, logits: str, *, sequence: int) -> None:
         self.decoded.append((list(tokens), position))
 
 
@@ -219,3 +227,63 @@ async def test_a_memory_that_cannot_go_back_is_computed_anew_and_drafts_end() ->
     assert await continuation.step(100) == [12]
     assert await continuation.step(100) == [13]
     assert engine.decoded[2:] == [([99], 14), ([11], 15), ([12], 16)], "(11, 12) stood there before: a draft"
+
+
+@pytest.mark.parametrize("architecture", ["jamba", "qwen3next"])
+async def test_a_hybrid_model_goes_on_rightly_after_a_refused_draft_and_drafts_no_more(
+    architecture: str, tmp_path: Path
+) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.architecture == architecture)
+    write_model(tmp_path / "hybrid.gguf", recipe, Variant(name="plain"))
+    model = split(tmp_path / "hybrid.gguf", tmp_path)
+    experts = LocalExperts(model)
+    engine = Engine(model.backbone, model.spec, CONFIG, experts)
+    await engine.start()
+    try:
+        assert engine.model.has_recurrent_state
+        drawn = [11, 12, 13, 40, 11, 12, 13]
+        continuation = await begun(engine, drawn)
+        assert await continuation.step(100) == [12, 13, 40], "two of four drafts are right"
+        for token in (11, 12, 13):
+            assert await continuation.step(100) == [token]
+        assert continuation.stats.n_drafted == 4, "(11, 12) stood there before: there was a draft"
+        tokens = [*LOOP, *drawn]
+        found, expected = await next_logits(engine, tokens), await fresh_logits(engine, tokens)
+        np.testing.assert_allclose(found, expected, atol=1e-3)
+    finally:
+        await engine.close()
+        experts.ffn.close()
+
+
+async def test_two_texts_of_one_engine_do_not_meet(tiny: SplitModel, experts: LocalExperts) -> None:
+    config = EngineConfig(n_ctx=256, n_batch=N_BATCH, n_ubatch=N_BATCH, n_threads=1, n_sequences=2)
+    engine = Engine(tiny.backbone, tiny.spec, config, experts)
+    await engine.start()
+
+    def greedy(sequence: int, **options: Any) -> Continuation:
+        return Continuation(
+            engine,
+            lambda row: int(engine.context.logits(row).argmax()),
+            n_batch=N_BATCH,
+            sequence=sequence,
+            **options,
+        )
+
+    prompts = [engine.model.tokenize(text, add_special=True, parse_special=False) for text in (COPIED, "The module")]
+    alone = []
+    for prompt in prompts:
+        continuation = greedy(0)
+        await continuation.start(prompt)
+        alone.append([token async for token in continuation.tokens(24)])
+    both = [greedy(0, n_draft=6), greedy(1)]
+    texts = []
+    for continuation, prompt in zip(both, prompts, strict=True):
+        await continuation.start(prompt)
+        texts.append([await continuation.first()])
+    while any(len(text) < 24 for text in texts):
+        for continuation, text in zip(both, texts, strict=True):
+            if len(text) < 24:
+                text += await continuation.step(24 - len(text))
+    await engine.close()
+    assert texts == alone
+    assert both[0].stats.n_accepted > 0

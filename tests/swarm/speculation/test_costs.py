@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from swarm.speculation.costs import ROW_SHARE, DraftCost, StepCosts
+from swarm.speculation.costs import ROW_SHARE, TOGETHER, DraftCost, StepCosts, StepTrips
 
 
 def test_before_rows_were_seen_a_row_costs_what_is_guessed() -> None:
@@ -106,6 +106,51 @@ def test_no_row_costs_less_than_nothing() -> None:
         costs.count(1, 0.5)
         costs.count(9, 0.3)
     assert costs.step_s(20) >= costs.step_s(9) > 0
+
+
+N_LAYERS, TRIP_S, REST_S = 6, 0.08, 0.02
+
+
+def skipping(costs: StepCosts, rng: np.random.Generator, n_rows: int, share: float) -> None:
+    """Count a step of which each layer needs no peer with a probability that falls with the rows."""
+    n_skipped = int((rng.random(N_LAYERS) < share ** (n_rows**TOGETHER)).sum())
+    n_trips = N_LAYERS - n_skipped
+    trips = StepTrips(n_trips=n_trips, n_skipped=n_skipped, trip_s=n_trips * TRIP_S)
+    costs.count(n_rows, REST_S + n_trips * TRIP_S, trips=trips)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.9])
+def test_what_many_rows_cost_is_known_from_trips_that_single_ones_skipped(share: float) -> None:
+    rng = np.random.default_rng(0)
+    told: list[float] = []
+    for _ in range(20):
+        costs = StepCosts()
+        for _ in range(40):
+            skipping(costs, rng, 1, share)
+        told.append(costs.step_s(9))
+    expected = REST_S + N_LAYERS * TRIP_S * (1 - share ** (9**TOGETHER))
+    assert np.median(told) == pytest.approx(expected, rel=0.25)
+
+
+def test_a_step_that_could_skip_no_trip_does_not_make_rows_dear() -> None:
+    rng = np.random.default_rng(0)
+    costs = StepCosts()
+    for _ in range(40):
+        skipping(costs, rng, 1, 0.7)
+    before = costs.step_s(9)
+    costs.count(3, REST_S + N_LAYERS * TRIP_S, trips=StepTrips(n_trips=N_LAYERS, trip_s=N_LAYERS * TRIP_S))
+    assert costs.step_s(9) < 1.1 * before
+
+
+def test_where_no_trip_is_ever_skipped_trips_change_nothing() -> None:
+    rng = np.random.default_rng(0)
+    with_trips, without = StepCosts(), StepCosts()
+    for _ in range(50):
+        rows = int(rng.integers(1, 10))
+        seconds = linear(rows) * rng.uniform(0.9, 1.1)
+        without.count(rows, seconds)
+        with_trips.count(rows, seconds, trips=StepTrips(n_trips=6, trip_s=0.8 * seconds))
+    assert [with_trips.step_s(rows) for rows in range(1, 12)] == [without.step_s(rows) for rows in range(1, 12)]
 
 
 def test_a_drafts_token_costs_its_share() -> None:
