@@ -28,6 +28,7 @@ from swarm.errors import (
     RemoteRefused,
     SwarmError,
 )
+from swarm.net.answer import Answer
 from swarm.wire import messages as m
 
 BUSY_RETRY_S = 0.2  # where a busy peer does not say; guessed: as long as a full line of short dispatches
@@ -115,6 +116,8 @@ class Flight:
                 crew.times.of(order.node).sent(order, order.sent_at)
             future = self._start(order)
             self._under_way[future] = order
+            if isinstance(future, Answer):
+                future.taker = self._settle
             future.add_done_callback(self._settle)
 
     def _settle(self, future: asyncio.Future[m.Response]) -> None:

@@ -26,6 +26,7 @@ from swarm.errors import (
 )
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address, literal_address
+from swarm.net.answer import Answer
 from swarm.net.congestion import SLICE_PACKETS
 from swarm.net.path_monitor import PathMonitor
 from swarm.net.paths import Path
@@ -54,6 +55,8 @@ TIMER_SLACK_S = ACK_DELAY_S
 # A stream opens all lower ones (RFC 9000 section 2.1) and aioquic keeps an object for each until it is finished; it also
 # doubles its own limit as streams are used. The session counts those that carry data; this bounds the rest.
 MAX_STREAMS = s.MAX_SKIPPED + 4 * s.MAX_EXCHANGES
+MAX_WARNED = 8  # different warnings of one process that strangers can bring about; guessed
+_warned: set[str] = set()
 
 
 class Connection:
@@ -101,7 +104,7 @@ class Connection:
         self._on_unsent = on_unsent
         self._on_cid = on_cid
         self._loop = asyncio.get_running_loop()
-        self._answers: dict[int, asyncio.Future[m.Response]] = {}
+        self._answers: dict[int, Answer] = {}
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._opened.add_done_callback(_seen)  # a server has nobody who awaits it
         self._gone = asyncio.Event()
@@ -128,6 +131,11 @@ class Connection:
         if self._session is None or self._session.remote is None:
             raise ConnectionLost("the greetings are not done")
         return self._session.remote
+
+    @property
+    def version(self) -> int | None:
+        """The wire version that both ends use; None before the greetings are done."""
+        return None if self._session is None else self._session.version
 
     @property
     def nonce(self) -> bytes:
@@ -167,6 +175,7 @@ class Connection:
         Raises:
             ConnectionLost, or what else ended the connection: it is not open. Nothing was sent.
             Overloaded: too many requests wait on this connection. Nothing was sent.
+            RemoteRefused: the other side's program is too old to know this request. Nothing was sent.
 
         The future fails with:
             RemoteRefused: the other side answered with an error.
@@ -177,7 +186,7 @@ class Connection:
             raise (self._error or ConnectionLost("the connection is not open")).with_traceback(None)
         now = clock()
         exchange = self._session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
-        answer: asyncio.Future[m.Response] = self._loop.create_future()
+        answer = Answer(loop=self._loop)
         answer.add_done_callback(functools.partial(self._on_answer_done, exchange))
         self._answers[exchange] = answer
         self._flush_first()
@@ -503,7 +512,7 @@ class Connection:
         if isinstance(outcome, SwarmError):
             answer.set_exception(outcome)
         else:
-            answer.set_result(outcome)
+            answer.give(outcome)
 
     def _end(self, error: SwarmError) -> None:
         """Stop using the connection: fail what waits, and tell the other side why."""
@@ -522,7 +531,9 @@ class Connection:
         code = error.code if isinstance(error, RemoteProtocolError) else 0
         self.quic.close(error_code=code, reason_phrase=str(error)[:200] if code else "")
         self.flush_soon()
-        if isinstance(error, RemoteProtocolError):
+        if isinstance(error, VersionRefused) and not self.is_client:  # a client's caller is told
+            _warn_once(str(error))
+        elif isinstance(error, RemoteProtocolError):
             logger.info("closed a connection: %s", error)
 
     def _break(self, failure: Exception) -> None:
@@ -563,3 +574,10 @@ def _seen(future: asyncio.Future[Any]) -> None:
     """Look at a future's error, so that asyncio does not complain if nobody else does."""
     if not future.cancelled():
         future.exception()
+
+
+def _warn_once(text: str) -> None:
+    """Tell a person what only a person can mend: each thing once, and no more of them than anybody reads."""
+    if text not in _warned and len(_warned) < MAX_WARNED:
+        _warned.add(text)
+        logger.warning("cannot talk to a node: %s", text)

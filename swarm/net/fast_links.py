@@ -39,9 +39,14 @@ class _Place:
 
 
 class FastLinks:
-    """Use `best` for each dispatch; `close` at the end."""
+    """Use `best` for each dispatch; `close` at the end.
+
+    Attributes:
+        is_forced: for measurements: open links, and keep them, whatever the path is like.
+    """
 
     def __init__(self, identity: Identity, *, now: Callable[[], float] = clock) -> None:
+        self.is_forced = False
         self._identity = identity
         self._now = now
         self._places: dict[NodeId, _Place] = {}
@@ -64,7 +69,7 @@ class FastLinks:
             place.looked_at = now
             self._look(node, place, connection, now)
         link = place.link
-        return link if link is not None and link.is_open else None
+        return link if link is not None and link.is_open and not link.is_stalled else None
 
     async def close(self) -> None:
         """Close all links, and give up those that are being opened."""
@@ -79,11 +84,18 @@ class FastLinks:
         self._places.clear()
 
     def _look(self, node: NodeId, place: _Place, connection: Connection, now: float) -> None:
-        facts = PathFacts(
-            rtt_s=connection.rtt_s, is_relayed=connection.path.is_relayed, is_lossy=connection.driver.is_lossy()
-        )
-        wants = place.choice.wants(facts, now)
+        # The ping's is of when the connection was new and the machine perhaps busy; nobody pings while dispatches flow.
+        rtts_s = [rtt_s for rtt_s in (connection.rtt_s, connection.driver.least_rtt_s()) if rtt_s is not None]
+        rtt_s = min(rtts_s, default=None)
+        facts = PathFacts(rtt_s=rtt_s, is_relayed=connection.path.is_relayed, is_lossy=connection.driver.is_lossy())
+        wants = place.choice.wants(facts, now) or self.is_forced
         link = place.link
+        if link is not None and wants and not self.is_forced and self._is_losing(place, link, rtt_s or 0.0):
+            logger.debug("the TLS link with node %s loses packets", node.short)
+            place.link = None
+            place.choice.failed(now)
+            link.close()
+            return
         if link is not None and (not wants or place.path != connection.path):
             logger.debug("the TLS link with node %s is not wanted any more", node.short)
             place.link = None
@@ -91,6 +103,10 @@ class FastLinks:
             link.close()
         elif wants and link is None and place.opening is None and not self._is_closed:
             place.opening = asyncio.create_task(self._open(node, place, connection.path), name=f"tls link {node.short}")
+
+    def _is_losing(self, place: _Place, link: TlsLink, rtt_s: float) -> bool:
+        packets = link.packets()
+        return packets is not None and place.choice.loses(*packets, rtt_s)
 
     async def _open(self, node: NodeId, place: _Place, path: Path) -> None:
         on_gone = functools.partial(self._on_gone, node)

@@ -130,6 +130,10 @@ class QuicDriver(ABC):
         """Return whether the path has lost packets lately; False where the library does not tell."""
         return False
 
+    def least_rtt_s(self) -> float | None:
+        """Return the shortest round trip of the latest packets, the path without waits for a core; None: it is not known."""
+        return None
+
     def copies(self, now: float) -> list[Datagram]:
         """Return the datagrams to send a second time now."""
         return []
@@ -251,6 +255,9 @@ class AioquicDriver(QuicDriver):
             queue.insert(0, queue.pop())
         else:
             self._order_streams()
+
+    def least_rtt_s(self) -> float | None:
+        return self.controller.min_rtt_s or None
 
     def is_lossy(self) -> bool:
         controller = self.controller

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -54,6 +55,7 @@ REPLACED_REST_S = 300.0  # another process with our key was told that it may; fi
 RESERVATION_KEEPALIVE_S = 1.5
 CHANNEL_KEEPALIVE_S = 15.0  # DESIGN section 4; below NATs' shortest timeouts of 30 s
 MIN_KEEPALIVE_S = 0.25  # whatever a relay says: at 0 s each answer would bring the next; guessed
+MAX_CALLED_THROUGH = 64  # relays without a reservation and without a channel, to which a connection is kept; guessed
 MAX_LEGS = 1024  # that relays may make us keep a timer for; guessed: sixteen times what one lets a node have
 
 
@@ -140,7 +142,8 @@ class RelayClient:
         self._on_leg = on_leg
         self._rng = rng or random.Random()  # jitter
         self._called_through: dict[NodeId, Connection] = {}  # relays at which we have no reservation
-        self._dialling: dict[NodeId, asyncio.Lock] = {}
+        self._dialling: dict[NodeId, asyncio.Lock] = {}  # of those being reached now,
+        self._n_reaching: Counter[NodeId] = Counter()  # and how many calls do so
         self._legs: dict[bytes, RelayLeg] = {}
         self._held: dict[NodeId, Held] = {}
         self._taken: list[RelayAddress] = []  # those that a slot works at
@@ -326,13 +329,32 @@ class RelayClient:
 
     async def _reach(self, voucher: Voucher) -> Connection:
         """Return a connection to a voucher's relay: that of a reservation there, or one of its own."""
-        async with self._dialling.setdefault(voucher.relay, asyncio.Lock()):
-            held = self._held.get(voucher.relay)
-            connection = self._called_through.get(voucher.relay) if held is None else held.connection
-            if connection is None or not connection.is_open:
-                connection = await self._dial_any(voucher)
-                self._called_through[voucher.relay] = connection
+        relay = voucher.relay
+        self._n_reaching[relay] += 1
+        try:
+            async with self._dialling.setdefault(relay, asyncio.Lock()):
+                held = self._held.get(relay)
+                connection = self._called_through.get(relay) if held is None else held.connection
+                if connection is None or not connection.is_open:
+                    connection = await self._dial_any(voucher)
+                    self._called_through.pop(relay, None)
+                    self._called_through[relay] = connection
+                    self._forget_callers_relays()
+        finally:
+            self._n_reaching[relay] -= 1
+            if not self._n_reaching[relay]:
+                del self._n_reaching[relay], self._dialling[relay]
         return connection
+
+    def _forget_callers_relays(self) -> None:
+        """Close the connections that were dialled longest ago to relays that carry nothing now, as far as there are too many."""
+        in_use = {leg.address for leg in self._legs.values()}
+        for relay, connection in list(self._called_through.items())[:-1]:  # the last one is about to be used
+            is_over = not connection.is_open
+            is_idle = connection.address not in in_use and relay not in self._n_reaching
+            if is_over or (is_idle and len(self._called_through) > MAX_CALLED_THROUGH):
+                del self._called_through[relay]
+                connection.close()
 
     async def _dial_any(self, voucher: Voucher) -> Connection:
         error: SwarmError | None = None

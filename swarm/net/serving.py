@@ -31,8 +31,8 @@ from swarm.wire import messages as m
 logger = logging.getLogger(__name__)
 
 # Answers a request: a coroutine, which gets a task of its own, or a future, which needs none (a dispatch saves the three
-# wake-ups of a task). What is not wanted any more is cancelled.
-Handler = Callable[[Connection, m.Request], Awaitable[m.Response]]
+# wake-ups of a task). What is not wanted any more is cancelled. A dispatch's result may also be returned at once.
+Handler = Callable[[Connection, m.Request], Awaitable[m.Response] | m.Result]
 
 BULKY = m.GetManifest | m.GetBlock  # their answers can be far larger than they are
 # Requests being served, all connections together; more are refused as BUSY. Bulky ones, which mostly wait (2 KB each), apart,
@@ -124,6 +124,9 @@ class Serving:
             except Exception as error:
                 self._refuse(connection, exchange, error)
                 return
+            if isinstance(answer, m.Result):
+                self._respond(connection, exchange, answer)
+                return
             if isinstance(answer, asyncio.Future):
                 serving = answer
                 serving.add_done_callback(functools.partial(self._on_answered, connection, exchange))
@@ -163,7 +166,9 @@ class Serving:
                 async with asyncio.timeout(ROOM_TIMEOUT_S) as waiting, self._bulky_turn:
                     await self._wait_for_room()
                     waiting.reschedule(None)
-                    await self._serve(handler(connection, request), connection, exchange)
+                    answer = handler(connection, request)
+                    assert not isinstance(answer, m.Result)  # dispatches are not bulky
+                    await self._serve(answer, connection, exchange)
             except TimeoutError:
                 connection.respond(exchange, _BUSY)
 

@@ -126,7 +126,7 @@ class TlsListener:
         if self._listen(family, (self._host, port)):
             self.port = port
         else:
-            logger.warning("TCP port %d is taken: no TLS links but from this host", port)
+            logger.info("TCP port %d is taken: no TLS links but from this host", port)
         if sys.platform == "linux":
             self._listen(socket.AF_UNIX, unix_name(self._endpoint.identity.node_id))
         return self
@@ -215,6 +215,7 @@ class TlsListener:
             on_open=lambda link: endpoint.is_connected(link.remote),
             on_gone=self._on_gone,
             on_unsent=self._on_unsent,
+            counters=endpoint,
         )
         return link
 

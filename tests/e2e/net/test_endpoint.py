@@ -471,10 +471,21 @@ async def test_without_an_expectation_the_dialler_learns_who_it_is() -> None:
         assert connection.remote == SERVER.node_id
 
 
-async def test_no_common_wire_version_is_refused_with_both_named() -> None:
-    async with listen(versions=(7,)) as server, Endpoint(CLIENT, host="127.0.0.1") as client:
-        with pytest.raises(VersionRefused, match=r"got \[1\], expected one of \[7\]"):
+async def test_two_wire_versions_apart_the_dialler_is_told_and_the_other_side_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        listen(versions=(3, 4)) as server,
+        Endpoint(CLIENT, host="127.0.0.1", versions=(1, 2)) as client,
+        Endpoint(CLIENT, host="127.0.0.1", versions=(2, 3)) as newer,
+    ):
+        with pytest.raises(VersionRefused, match=r"this program is too old: .* wire version 1, 2, the other side 3, 4"):
             await dial(client, server)
+        (warning,) = (each.getMessage() for each in caplog.records if "too old" in each.getMessage())
+        assert "got [1, 2], expected one of [3, 4]; the node that connects is too old" in warning
+        connection = await dial(newer, server)
+        assert connection.version == 3
+        assert await connection.request(block(5), timeout_s=LIMIT_S) == m.BlockBytes(data=content(5))
 
 
 async def test_a_node_that_serves_nothing_takes_no_connection() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -53,6 +55,16 @@ def ask(links: FastLinks, connection: Connection) -> asyncio.Future[m.Response]:
     return again() if link is None else link.start(dispatch(), timeout_s=TIMEOUT_S, retry=again)
 
 
+async def test_a_first_ping_that_met_a_busy_machine_does_not_make_the_path_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        monkeypatch.setattr(w.connection, "rtt_s", 0.05)
+        monkeypatch.setattr(w.connection.driver, "least_rtt_s", lambda: 0.001)  # qh3 does not tell
+        await opened(links, w, clock)
+
+
 async def test_until_a_link_is_open_dispatches_go_over_quic() -> None:
     clock = Clock()
     async with world(Handler()) as w, fast_links(clock) as links:
@@ -64,33 +76,92 @@ async def test_until_a_link_is_open_dispatches_go_over_quic() -> None:
         assert w.listener.n_links == 1
 
 
-async def test_a_link_that_is_cut_twenty_times_in_mid_request_loses_no_answer() -> None:
-    handler, clock = Handler(), Clock()
-    async with world(handler) as w, fast_links(clock) as links:
-        for n in range(N_CUTS):
-            link = await opened(links, w, clock)
+def cut(link: TlsLink, accepted: TlsLink) -> None:
+    """Let the client's end go without a word."""
+    assert link._transport is not None
+    link._transport.abort()
+
+
+def close(link: TlsLink, accepted: TlsLink) -> None:
+    link.close()
+
+
+def reset(link: TlsLink, accepted: TlsLink) -> None:
+    """Let the server's end answer with RST."""
+    assert accepted._transport is not None
+    connected = accepted._transport.get_extra_info("socket")
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    accepted._transport.abort()
+
+
+def stall(link: TlsLink, accepted: TlsLink) -> None:
+    """Let nothing come in any more."""
+    assert link._transport is not None
+    link._transport.pause_reading()
+
+
+@pytest.mark.parametrize("fail", [cut, close, reset, stall])
+async def test_a_link_that_fails_twenty_times_in_mid_request_loses_no_answer(
+    fail: Callable[[TlsLink, TlsLink], None],
+) -> None:
+    handler = Handler()
+    async with world(handler) as w:
+        for _ in range(N_CUTS):
+            link = await w.dial()
+            assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+            (accepted,) = w.listener._links
             handler.gate.clear()
             before = handler.n_asked
-            answer = ask(links, w.connection)
+            again = functools.partial(w.connection.start, dispatch(), timeout_s=TIMEOUT_S)
+            answer = link.start(dispatch(), timeout_s=TIMEOUT_S, retry=again)
             await until(lambda before=before: handler.n_asked > before)  # type: ignore[misc]
-            assert link._transport is not None
-            (link._transport.abort if n % 2 else link.close)()
+            fail(link, accepted)
             handler.gate.set()
             began = asyncio.get_running_loop().time()
             assert value(await answer) == 1.0
             assert asyncio.get_running_loop().time() - began < 5 * 0.2
-            assert links.best(SERVER.node_id, w.connection) is None, "it is left alone for a while"
+            assert link.n_retried == 1
+            link.close()
+            await until(lambda: w.listener.n_links == 0)
 
 
-@pytest.mark.parametrize("why", ["lossy", "long", "relayed"])
-async def test_a_path_that_is_no_longer_short_and_clean_closes_it(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_link_that_failed_is_left_alone_for_a_while() -> None:
     clock = Clock()
     async with world(Handler()) as w, fast_links(clock) as links:
         link = await opened(links, w, clock)
-        if why == "lossy":
-            monkeypatch.setattr(w.connection.driver, "is_lossy", lambda: True)
-        elif why == "long":
+        assert link._transport is not None
+        link._transport.abort()
+        await until(lambda: not link.is_open)
+        assert links.best(SERVER.node_id, w.connection) is None
+        clock.skipped_s += 1.0
+        assert links.best(SERVER.node_id, w.connection) is None
+        await opened(links, w, clock)
+
+
+async def test_while_it_is_stalled_dispatches_go_over_quic() -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        link = await opened(links, w, clock)
+        assert value(await ask(links, w.connection)) == 1.0
+        assert link._transport is not None
+        link._transport.pause_reading()
+        assert value(await ask(links, w.connection)) == 1.0
+        assert link.is_stalled
+        assert links.best(SERVER.node_id, w.connection) is None
+        assert value(await ask(links, w.connection)) == 1.0
+        link._transport.resume_reading()
+        await until(lambda: links.best(SERVER.node_id, w.connection) is link)
+        assert value(await ask(links, w.connection)) == 1.0
+
+
+@pytest.mark.parametrize("why", ["long", "relayed"])
+async def test_a_path_that_is_no_longer_short_and_direct_closes_it(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        link = await opened(links, w, clock)
+        if why == "long":
             monkeypatch.setattr(w.connection, "rtt_s", 0.05)
+            monkeypatch.setattr(w.connection.driver, "least_rtt_s", lambda: 0.04)
         else:
             monkeypatch.setattr(type(w.connection.path), "is_relayed", property(lambda path: True))
         clock.skipped_s += 1.0

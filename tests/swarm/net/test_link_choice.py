@@ -18,7 +18,7 @@ def test_a_short_clean_direct_path_gets_one() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [facts(None), facts(0.03), facts(is_relayed=True), facts(is_lossy=True)],
+    [facts(None), facts(0.03), facts(is_relayed=True), facts(0.008, is_lossy=True)],
     ids=["unknown", "long", "relayed", "lossy"],
 )
 def test_any_other_path_gets_none(other: PathFacts) -> None:
@@ -32,7 +32,7 @@ def test_an_open_one_is_kept_where_a_new_one_would_not_be_opened() -> None:
     choice.opened(0.0)
     assert choice.wants(between, 1.0)
     assert not choice.wants(facts(2 * c.KEEP_RTT_S), 1.0)
-    assert not choice.wants(facts(is_lossy=True), 1.0)
+    assert not choice.wants(facts(2 * c.LOSSY_MAX_RTT_S, is_lossy=True), 1.0)
     choice.closed()
     assert not choice.wants(between, 2.0)
 
@@ -53,3 +53,22 @@ def test_after_failures_it_is_tried_less_and_less_often_and_anew_after_a_long_li
     choice.failed(now)
     assert not choice.wants(facts(), now + c.FIRST_RETRY_S - 1)
     assert choice.wants(facts(), now + c.FIRST_RETRY_S)
+
+
+def test_on_the_shortest_paths_losses_do_not_matter() -> None:
+    choice = LinkChoice()
+    assert choice.wants(facts(c.LOSSY_MAX_RTT_S, is_lossy=True), 0.0)
+    choice.opened(0.0)
+    assert not choice.loses(100, 1, c.LOSSY_MAX_RTT_S)
+
+
+def test_a_link_that_loses_packets_is_given_up_unless_they_are_few_among_many() -> None:
+    choice, rtt_s = LinkChoice(), 2 * c.LOSSY_MAX_RTT_S
+    choice.opened(0.0)
+    assert not choice.loses(c.CLEAN_PACKETS - 1, 0, rtt_s)
+    assert not choice.loses(c.CLEAN_PACKETS + 10, 1, rtt_s), "the first among so many"
+    assert not choice.loses(3 * c.CLEAN_PACKETS, 1, rtt_s), "the same one"
+    assert not choice.loses(4 * c.CLEAN_PACKETS, 2, rtt_s)
+    assert choice.loses(5 * c.CLEAN_PACKETS - 1, 3, rtt_s)
+    choice.opened(1.0)
+    assert choice.loses(c.CLEAN_PACKETS - 1, 1, rtt_s), "a new link is counted anew"

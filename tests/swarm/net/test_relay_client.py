@@ -12,9 +12,17 @@ import swarm.net.relay_channel
 import swarm.net.relay_client
 from swarm.errors import ConnectionLost, NetworkError, Refused, RemoteProtocolError, RemoteRefused
 from swarm.identity import Identity
-from swarm.net.relay_client import LIFETIME_S, MIN_KEEPALIVE_S, REPLACED_REST_S, RelayAddress
+from swarm.ids import NodeId
+from swarm.net.relay_client import (
+    LIFETIME_S,
+    MAX_CALLED_THROUGH,
+    MIN_KEEPALIVE_S,
+    REPLACED_REST_S,
+    RelayAddress,
+    RelayClient,
+)
 from swarm.wire import messages as m
-from swarm.wire.vouchers import read_voucher
+from swarm.wire.vouchers import read_voucher, sign_voucher
 from tests import virtual_time
 from tests.virtual_relay import LATENCY_S, Link, VirtualNode, VirtualRelay
 from tests.virtual_time import now
@@ -406,6 +414,76 @@ def test_a_relay_cannot_make_us_keep_legs_without_end_nor_send_without_pause(mon
         assert leg._binder._keepalive_s == MIN_KEEPALIVE_S
 
     run(main)
+
+
+def test_what_is_kept_of_relays_that_calls_went_through_is_bounded() -> None:
+    """Vouchers of strangers name any number of relays."""
+
+    class FakeRelay:
+        def __init__(self, address: Any) -> None:
+            self.address = self.source = address
+            self.is_open = True
+
+        async def request(self, message: m.Request, *, timeout_s: float) -> m.Response:
+            if self.address != RELAYS[0][1]:
+                raise RemoteRefused("nobody by that name", remote_code=m.ErrorCode.NOT_FOUND)
+            leg = m.Leg(
+                channel=bytes(8), generation=1, side=0, key=bytes(32), cookie=bytes(16), idle_ms=60_000, rate_kbit_s=1
+            )
+            return m.Channel(leg=leg)
+
+        def start(self, message: m.Request, *, timeout_s: float) -> Any:
+            raise ConnectionLost("over")
+
+        def close(self) -> None:
+            self.is_open = False
+
+    class FakeEndpoint:
+        port = 1
+
+        def __init__(self) -> None:
+            self.dialled: list[FakeRelay] = []
+
+        async def dial(self, address: Any, *, expected: NodeId | None, timeout_s: float = 0.0) -> Any:
+            await asyncio.sleep(0.01)
+            self.dialled.append(FakeRelay(address))
+            return self.dialled[-1]
+
+        def send_raw(self, datagrams: Any, address: Any) -> None:
+            pass
+
+    async def main() -> None:
+        endpoint = FakeEndpoint()
+        client = RelayClient(endpoint)
+        vouchers = [
+            sign_voucher(
+                Identity.from_seed(number.to_bytes(32, "big")),
+                node=PEER.node_id,
+                ends_at_ms=1,
+                addresses=(RELAYS[0][1][0] + ":7440" if number == 1 else f"203.0.113.{number}:7440",),
+            )
+            for number in range(1, MAX_CALLED_THROUGH + 40)
+        ]
+        leg = await client.connect(PEER.node_id, vouchers[0])
+        for voucher in vouchers[1:]:
+            with pytest.raises(RemoteRefused):
+                await client.connect(PEER.node_id, voucher)
+        is_open = [relay.is_open for relay in endpoint.dialled]
+        assert is_open == [True] + [False] * 39 + [True] * (MAX_CALLED_THROUGH - 1), (
+            "the oldest went, but the one in use"
+        )
+        assert len(client._called_through) == MAX_CALLED_THROUGH
+        assert (client._dialling, client._n_reaching) == ({}, {})
+        n_dialled = len(endpoint.dialled)
+        for outcome in await asyncio.gather(
+            *(client.connect(PEER.node_id, vouchers[5]) for _ in range(3)), return_exceptions=True
+        ):
+            assert isinstance(outcome, RemoteRefused)
+        assert len(endpoint.dialled) == n_dialled + 1, "three at once dial once"
+        leg.close()
+        client.close()
+
+    virtual_time.run(main())
 
 
 def test_where_udp_does_not_get_a_bridge_is_opened_and_closed_with_its_use() -> None:

@@ -1,0 +1,51 @@
+"""What the kernel says of a TCP connection's packets: how many there were, and how many of them were lost.
+
+Linux's `struct tcp_info` (linux/tcp.h), of which a socket returns as much as its kernel knows. A retransmission that the other
+side had in vain (a tail loss probe while an acknowledgement was merely late) is told back by DSACK and not counted.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+from typing import NamedTuple, Protocol
+
+_TOTAL_RETRANS, _SEGS_OUT, _DSACK_DUPS, _RCV_OOOPACK = 100, 136, 216, 224  # offsets, bytes; u32 each
+_SIZE_BYTES = 228
+_U32 = struct.Struct("=I")
+
+
+class Socket(Protocol):
+    """What is needed of one."""
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        """Return an option's bytes."""
+        ...
+
+
+class Packets(NamedTuple):
+    """Since the connection began.
+
+    Attributes:
+        n: sent and received.
+        n_lost: sent again, and not in vain, or received out of order, as what follows a lost one is.
+    """
+
+    n: int
+    n_lost: int
+
+
+def packets(connected: Socket) -> Packets | None:
+    """Return what is known; None where the system does not tell, or it is no TCP socket."""
+    if sys.platform != "linux":
+        return None
+    try:
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE_BYTES)
+    except OSError:
+        return None
+    if len(info) < _SIZE_BYTES:
+        return None
+    retrans, dups, disordered = (_U32.unpack_from(info, at)[0] for at in (_TOTAL_RETRANS, _DSACK_DUPS, _RCV_OOOPACK))
+    n_out, n_in = struct.unpack_from("=II", info, _SEGS_OUT)
+    return Packets(n_out + n_in, max(0, retrans - dups) + disordered)

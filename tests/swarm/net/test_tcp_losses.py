@@ -1,0 +1,50 @@
+"""What is read of the kernel's words on a TCP connection."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import sys
+
+import pytest
+
+from swarm.net.tcp_losses import packets
+
+
+class Told:
+    """A socket whose kernel says this, up to a size."""
+
+    def __init__(self, size: int = 280, **values: int) -> None:
+        info = bytearray(280)
+        for name, value in values.items():
+            struct.pack_into(
+                "=I", info, {"retrans": 100, "out": 136, "into": 140, "dups": 216, "ooo": 224}[name], value
+            )
+        self.info = bytes(info[:size])
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        assert (level, name) == (socket.IPPROTO_TCP, socket.TCP_INFO)
+        return self.info[:size]
+
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
+
+
+def test_what_was_sent_again_or_came_out_of_order_counts_as_lost() -> None:
+    assert packets(Told(out=70, into=30)) == (100, 0)
+    assert packets(Told(out=70, into=30, retrans=3, ooo=2)) == (100, 5)
+
+
+def test_what_was_sent_again_in_vain_does_not() -> None:
+    assert packets(Told(out=70, into=30, retrans=3, dups=3)) == (100, 0)
+    assert packets(Told(out=70, into=30, retrans=1, dups=3)) == (100, 0)
+
+
+def test_an_old_kernel_tells_nothing() -> None:
+    assert packets(Told(size=192)) is None
+
+
+def test_a_unix_socket_loses_nothing_and_says_nothing() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert packets(one) is None

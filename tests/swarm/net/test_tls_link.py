@@ -1,0 +1,279 @@
+"""When a TLS link asks elsewhere, in virtual time: late answers, stalls, and what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from swarm.errors import ConnectionLost
+from swarm.identity import Identity
+from swarm.net import tls_link
+from swarm.net.tls_link import COPY_BURST, LEAST_LATE_S, MOST_LATE, MOST_LATE_S, N_STRIKES, STALLED_S, TlsLink
+from swarm.wire import messages as m
+from swarm.wire import session as s
+from swarm.wire.rows import RowCodec
+from tests import virtual_time
+from tests.virtual_time import now
+
+CLIENT, SERVER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2))
+SERVICE_S = 0.001
+TIMEOUT_S = 30.0
+
+
+def dispatch(n_pairs: int = 1) -> m.Dispatch:
+    return m.Dispatch(
+        model_tag=bytes(8),
+        layer=0,
+        rows_codec=RowCodec.F32,
+        result_codec=RowCodec.F32,
+        row_counts=np.array([n_pairs], np.uint8),
+        expert_ids=np.arange(n_pairs, dtype=np.uint16),
+        weights=np.ones(n_pairs, np.float32),
+        rows=np.full((1, 8), 0.5, np.float32),
+    )
+
+
+def result(factor: float) -> m.Result:
+    return m.Result(codec=RowCodec.F32, rows=np.full((1, 8), factor, np.float32), compute_us=0, queue_us=0)
+
+
+class Transport(asyncio.Transport):
+    """What is written comes out at the other end at once, unless the path is stopped; then when it goes on."""
+
+    def __init__(self, link: TlsLink) -> None:
+        super().__init__()
+        self._link = link
+        self.is_stopped = self._is_closed = False
+        self._held = b""
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._held += bytes(data)
+        self.go_on(is_stopped=self.is_stopped)
+
+    def go_on(self, *, is_stopped: bool = False) -> None:
+        self.is_stopped = is_stopped
+        if not is_stopped and self._held:
+            data, self._held = self._held, b""
+            asyncio.get_running_loop().call_soon(self._link.data_received, data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self._is_closed
+
+    def close(self) -> None:
+        self._is_closed = True
+
+
+class World:
+    """A client's link, the server that answers after `service_s`, and the other way to ask."""
+
+    def __init__(self) -> None:
+        self.service_s = SERVICE_S
+        self.is_peer_slow = False  # whatever carries its answers
+        self.n_elsewhere = self.n_served = 0
+        self.server = TlsLink(
+            lambda: s.Session(SERVER, is_client=False, now=now(), nonce=bytes(32), serves=(m.Dispatch,)),
+            on_request=self._serve,
+            on_cancel=lambda link, exchange: None,
+            on_open=lambda link: True,
+            on_gone=lambda link: None,
+        )
+        self.link = TlsLink(
+            lambda: s.Session(CLIENT, is_client=True, now=now(), expected=SERVER.node_id),
+            on_request=lambda link, exchange, request: None,
+            on_cancel=lambda link, exchange: None,
+            on_open=lambda link: True,
+            on_gone=lambda link: None,
+        )
+        self.forth, self.back = Transport(self.server), Transport(self.link)
+        self.link.connection_made(self.forth)
+        self.server.connection_made(self.back)
+
+    def _serve(self, link: TlsLink, exchange: int, request: m.Request) -> None:
+        self.n_served += 1
+        asyncio.get_running_loop().call_later(self.service_s, link.respond, exchange, result(1.0))
+
+    def _elsewhere(self) -> asyncio.Future[m.Response]:
+        self.n_elsewhere += 1
+        answer: asyncio.Future[m.Response] = asyncio.get_running_loop().create_future()
+        after_s = max(SERVICE_S, self.service_s if self.is_peer_slow else 0.0)
+
+        def settle() -> None:
+            if not answer.done():
+                answer.set_result(result(2.0))
+
+        asyncio.get_running_loop().call_later(after_s, settle)
+        return answer
+
+    async def ask(self, n_pairs: int = 1, *, has_retry: bool = True) -> tuple[float, float]:
+        """Return the answer's number (1: of the link, 2: from elsewhere) and the seconds that it took."""
+        began = now()
+        retry = self._elsewhere if has_retry else None
+        answer = await self.link.start(dispatch(n_pairs), timeout_s=TIMEOUT_S, retry=retry)
+        assert isinstance(answer, m.Result)
+        return float(answer.rows[0, 0]), now() - began
+
+    async def warm_up(self) -> None:
+        await self.link.opened
+        for _ in range(30):
+            assert (await self.ask())[0] == 1.0
+        assert self.n_elsewhere == 0
+
+    def stop(self) -> None:
+        self.forth.is_stopped = self.back.is_stopped = True
+
+    async def go_on(self) -> None:
+        """Let the path go on, and what was held arrive."""
+        self.forth.go_on()
+        self.back.go_on()
+        await asyncio.sleep(2 * SERVICE_S)
+
+
+@pytest.fixture(autouse=True)
+def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_link, "clock", now)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    virtual_time.run(main)
+
+
+def test_a_stall_costs_no_more_than_its_bound_and_mostly_far_less() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        for _ in range(20):
+            world.stop()
+            number, taken_s = await world.ask()
+            assert number == 2.0
+            stalled_s = taken_s - SERVICE_S
+            assert stalled_s <= max(3 * SERVICE_S, SERVICE_S + 0.2)
+            assert stalled_s <= SERVICE_S + LEAST_LATE_S + 0.002, "the timer's own steps"
+            assert world.link.is_stalled
+            await world.go_on()
+            assert not world.link.is_stalled
+            for _ in range(10):
+                assert (await world.ask())[0] == 1.0
+        assert world.link.is_open
+        assert world.n_elsewhere == 20
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_slow_answer_still_counts_if_it_is_there_first() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.service_s = SERVICE_S + 3 * LEAST_LATE_S
+        world.is_peer_slow = True
+        number, _ = await world.ask()
+        assert (number, world.n_elsewhere) == (1.0, 1)
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_peer_that_has_become_slow_does_not_get_all_of_its_work_twice() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.service_s, world.is_peer_slow = 0.05, True
+        for _ in range(200):
+            await world.ask()
+        assert world.n_elsewhere <= COPY_BURST + 200 * tls_link.COPY_SHARE
+        before = world.n_elsewhere
+        for _ in range(20):
+            await world.ask()
+        assert world.n_elsewhere == before, "it is known by now"
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_work_of_another_size_is_measured_by_itself() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.service_s = 0.1
+        assert (await world.ask(200))[0] == 1.0
+        assert (await world.ask(200))[0] == 1.0
+        assert world.n_elsewhere == 0
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_link_from_which_nothing_comes_is_given_up() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.stop()
+        await world.ask()
+        await asyncio.sleep(STALLED_S)
+        assert not world.link.is_open
+        world.server.close()
+
+    run(main())
+
+
+def test_a_link_that_stalls_again_and_again_is_given_up() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        for n in range(N_STRIKES):
+            world.stop()
+            assert world.link.is_open, n
+            await world.ask()
+            await asyncio.sleep(MOST_LATE_S + 0.01)
+            await world.go_on()
+        assert not world.link.is_open
+        world.server.close()
+
+    run(main())
+
+
+def test_what_cannot_be_asked_elsewhere_waits() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.stop()
+        waiting = asyncio.create_task(world.ask(has_retry=False))
+        await asyncio.sleep(0.5)
+        await world.go_on()
+        assert (await waiting)[0] == 1.0
+        assert not world.link.is_stalled
+        world.stop()
+        waiting = asyncio.create_task(world.ask(has_retry=False))
+        await asyncio.sleep(0.01)
+        world.link.close()
+        with pytest.raises(ConnectionLost):
+            await waiting
+        world.server.close()
+
+    run(main())
+
+
+def test_what_is_overdue_is_asked_elsewhere_whatever_else_was() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.link._copies = 0.0
+        world.stop()
+        number, taken_s = await world.ask()
+        assert number == 2.0
+        assert taken_s == pytest.approx(max(MOST_LATE * SERVICE_S, SERVICE_S + MOST_LATE_S) + SERVICE_S, abs=0.005)
+        world.link.close()
+        world.server.close()
+
+    run(main())
