@@ -34,6 +34,7 @@ class Answer:
         is_held: nothing is read before it is complete.
         n_tokens: drawn so far, the end of generation too.
         n_read: of those, how many their reader has.
+        n_cached: tokens of the prompt that were computed before.
         finish_reason: set once it is complete.
         on_read: called when its reader has taken something.
     """
@@ -43,6 +44,7 @@ class Answer:
         self.is_held = not request.is_stream
         self.n_tokens = 0
         self.n_read = 0
+        self.n_cached = 0
         self.finish_reason: FinishReason | None = None
         self.on_read: Callable[[], None] = lambda: None
         self._request = request
@@ -144,6 +146,7 @@ class Answer:
                 n_completion_tokens=self.n_tokens,
                 finish_reason=reason,
                 logprobs=logprobs,
+                n_cached_tokens=self.n_cached,
             )
         )
         self._changed.set()

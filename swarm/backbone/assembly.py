@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from swarm.backbone.share import SERVES
 from swarm.backbone.tracing import Tracer
 from swarm.dispatch.audit import DEFAULT_TOLERANCE
 from swarm.dispatch.auditor import Auditor
+from swarm.dispatch.contributions import Contributions
 from swarm.dispatch.dispatcher import Dispatcher
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.placement import Placement
@@ -45,6 +48,8 @@ from swarm.net.relay_client import RelayAddress
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryAddress, RegistryClient
+from swarm.registry.gatherer import Gatherer
+from swarm.registry.leaderboard import Ledger
 from swarm.registry.records import ModelOffer
 from swarm.registry.relays import relays_of
 from swarm.wire import messages as m
@@ -73,7 +78,9 @@ class BackboneConfig:
         fetcher: gets the local experts' blocks from others, where `model_file` is not the whole model.
         audit_share: of each peer's answers that are asked of others as well; 0: none.
         audit_tolerance: from which relative difference on two answers are not the same.
+        sources: names on the web of the whole model, for those who would rather not load this node.
         tls_links: reach peers on short, clean paths over TLS links too, where they accept them.
+        receipts_from: other backbones whose receipts count for the leaderboard, beside its own.
     """
 
     registry: tuple[RegistryAddress, ...]
@@ -94,9 +101,11 @@ class BackboneConfig:
     shares_histogram: bool = True
     local_experts: LocalBudget | None = None
     fetcher: Callable[[RegistryClient, Pool, BlockStore], Fetch] | None = None
+    sources: tuple[str, ...] = ()
     audit_share: float = 0.0
     audit_tolerance: float = DEFAULT_TOLERANCE
     tls_links: bool = False
+    receipts_from: frozenset[NodeId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +124,8 @@ class RunningBackbone:
     local: LocalExperts | None = None
     keeper: LocalKeeper | None = None
     drafting: Drafting | None = None
+    contributions: Contributions | None = None
+    ledger: Ledger | None = None
 
 
 @contextlib.asynccontextmanager
@@ -142,10 +153,12 @@ async def open_backbone(
         return
     manifest, share = prepared.manifest, prepared.share
     audits: Auditor | None = None
+    contributions: Contributions | None = None
 
     async def handle(connection: Connection, request: m.Request) -> m.Response:
         if isinstance(request, m.GetStatus):
-            return m.Status(data=json.dumps(_status(manifest, audits)).encode())
+            given = _receipts(contributions, audits, connection.remote, identity)
+            return m.Status(data=json.dumps(_status(manifest, audits, given)).encode())
         return await share.answer(request)
 
     serves = (*SERVES, m.GetStatus)
@@ -175,6 +188,7 @@ async def open_backbone(
             stack.push_async_callback(own.close)
         holders = Holders(registry, pool, placement, manifest.model_id, own=own, allowed=config.allowed_peers)
         dispatcher = Dispatcher(manifest.model_id, manifest.spec, holders, config.wire, home=identity.node_id.raw)
+        dispatcher.contributions = contributions = Contributions(placement, wall=time.time, random=os.urandom)
         if config.audit_share:
             dispatcher.audits = audits = Auditor(
                 holders,
@@ -192,7 +206,7 @@ async def open_backbone(
             dispatcher.readiness = Readiness(endpoint, also=dispatcher.rehearse)
             stack.callback(dispatcher.readiness.close)
         n_slots = -(-config.n_slots // config.n_lanes)  # of a lane
-        lanes = _lanes(prepared, replace(config.engine, n_sequences=n_slots), config.n_lanes, dispatcher)
+        lanes = _lanes(prepared, replace(config.engine, n_sequences=n_slots), config.n_lanes, dispatcher, local)
         numbers = SequenceNumbers(config.folders.state / f"{identity.node_id}.seq")
         announcer = Announcer(
             registry,
@@ -210,6 +224,8 @@ async def open_backbone(
             )
             tasks.create_task(reachable)
             tasks.create_task(holders.run())
+            ledger = Ledger({identity.node_id, *config.receipts_from})
+            tasks.create_task(Gatherer(ledger, holders.named_connections).run())
             if config.shares_histogram:
                 publisher = HistogramPublisher(
                     registry, identity, numbers, dispatcher.popularity, manifest.model_id, now=dispatcher.now
@@ -253,17 +269,26 @@ async def open_backbone(
                         local=local,
                         keeper=keeper,
                         drafting=drafting,
+                        contributions=contributions,
+                        ledger=ledger,
                     )
 
 
-def _status(manifest: Manifest, audits: Auditor | None) -> dict[str, Any]:
-    """Return what this backbone tells anybody who asks."""
-    return {
-        "role": "backbone",
-        "version": __version__,
-        "model": str(manifest.model_id),
-        "audits": None if audits is None else audits.report(),
-    }
+def _receipts(
+    contributions: Contributions | None, audits: Auditor | None, asker: NodeId, identity: Identity
+) -> list[str] | None:
+    """Return the receipts for a peer that asks; None: there is nothing to be had, or it was caught."""
+    if contributions is None or asker not in contributions or (audits is not None and audits.is_caught(asker)):
+        return None
+    return [receipt.text for receipt in contributions.receipts(asker, identity)]
+
+
+def _status(manifest: Manifest, audits: Auditor | None, receipts: list[str] | None) -> dict[str, Any]:
+    """Return what this backbone tells anybody who asks; a peer that fetches its receipts, and only them, now and then."""
+    status: dict[str, Any] = {"role": "backbone", "version": __version__, "model": str(manifest.model_id)}
+    if receipts is not None:
+        return status | {"receipts": receipts}
+    return status | {"audits": None if audits is None else audits.report()}
 
 
 def _draft_model(config: BackboneConfig, engine: Engine, n_slots: int) -> DraftModel | None:
@@ -279,11 +304,14 @@ def _draft_model(config: BackboneConfig, engine: Engine, n_slots: int) -> DraftM
     return model
 
 
-def _lanes(prepared: PreparedModel, config: EngineConfig, n_lanes: int, dispatcher: Dispatcher) -> list[Engine]:
+def _lanes(
+    prepared: PreparedModel, config: EngineConfig, n_lanes: int, dispatcher: Dispatcher, local: LocalExperts | None
+) -> list[Engine]:
     """Return an engine for each lane; all use the first one's weights."""
     path, spec = prepared.backbone_path, prepared.manifest.spec
-    first = Engine(path, spec, config, dispatcher)
-    return [first, *(Engine(path, spec, config, dispatcher, shares=first) for _ in range(n_lanes - 1))]
+    kept = None if local is None else local.kept
+    first = Engine(path, spec, config, dispatcher, kept=kept)
+    return [first, *(Engine(path, spec, config, dispatcher, shares=first, kept=kept) for _ in range(n_lanes - 1))]
 
 
 @contextlib.asynccontextmanager
@@ -377,4 +405,5 @@ def _offer(config: BackboneConfig, identity: Identity, prepared: PreparedModel, 
         is_public=face.is_public,
         vouchers=face.vouchers,
         offers_blocks=prepared.offers_blocks,
+        sources=config.sources,
     )

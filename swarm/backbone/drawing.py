@@ -33,6 +33,8 @@ class Drawer:
             UserError: a bias of a token that the model does not have.
         """
         bias = request.sampling.logit_bias
+        if request.ignores_end:
+            bias += tuple((token, -np.inf) for token in model.end_tokens)
         self._ids = np.array([token for token, _ in bias], np.int64)
         self._biases = np.array([value for _, value in bias], np.float32)
         if bias and not 0 <= self._ids.min() <= self._ids.max() < model.n_vocab:

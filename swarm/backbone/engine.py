@@ -34,10 +34,12 @@ from swarm.model.spec import ModelSpec
 from swarm.native.devices import CPU, choose_device
 from swarm.native.library import use_exact_kernels
 from swarm.native.llama import BatchPart, LlamaContext, LlamaModel
+from swarm.speculation.costs import StepTrips
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Mask = npt.NDArray[np.bool_]
 
 
 class LayerDispatcher(Protocol):
@@ -108,7 +110,9 @@ class _Flight:
 
     def __init__(self, forget: Callable[[_Flight], None], live: npt.NDArray[np.bool_] | None = None) -> None:
         """`live`: which rows of the layer were dispatched; None: all."""
+        self.began_at = time.perf_counter()
         self.done_at: float | None = None
+        self.is_trip = True
         self._forget = forget
         self._live = live
         self._is_under_way = threading.Lock()
@@ -164,9 +168,14 @@ class _Zeros:
 class _Bridge(ExpertBackend):
     """Takes a layer from the engine's thread to the dispatcher on the loop, for the one step that is under way."""
 
-    def __init__(self, dispatcher: LayerDispatcher, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, dispatcher: LayerDispatcher, loop: asyncio.AbstractEventLoop, kept: Callable[[int], Mask | None] | None
+    ) -> None:
         self._dispatcher = dispatcher
         self._loop = loop
+        self._kept = kept
+        self._n_skipped = self._n_trips = 0  # of the latest step; on the engine's thread
+        self._trip_s = 0.0  # likewise; owned by the lock
         self._lock = threading.Lock()
         self._in_flight: set[_Flight] = set()
         self._step: _Step | None = None
@@ -202,6 +211,10 @@ class _Bridge(ExpertBackend):
                     )
                 self._latest = layer, topk_ids, origin
             flight = _Flight(self._forget, live)
+            kept = self._kept(layer) if self._kept is not None else None
+            flight.is_trip = kept is None or not kept[topk_ids].all()
+            self._n_trips += flight.is_trip
+            self._n_skipped += not flight.is_trip
             self._loop.call_soon_threadsafe(self._start, flight, layer, x, topk_ids, topk_weights, origin)
             self._in_flight.add(flight)
         return flight
@@ -237,9 +250,17 @@ class _Bridge(ExpertBackend):
         with self._lock:
             self._dropped.add(sequence)
 
-    def forget_choice(self) -> None:
-        """Let nobody be blamed for what a former step chose; before each step, on the engine's thread."""
+    def begin_step(self) -> None:
+        """Forget what a former step chose, lest anybody be blamed for it, and counted; on the engine's thread."""
         self._latest = None
+        self._n_skipped = self._n_trips = 0
+        with self._lock:
+            self._trip_s = 0.0
+
+    @property
+    def trips(self) -> StepTrips:
+        """What the latest step asked of the network."""
+        return StepTrips(n_trips=self._n_trips, n_skipped=self._n_skipped, trip_s=self._trip_s)
 
     def chose(self, layer: int, experts: Sequence[int]) -> set[int]:
         """Return which sequences of the layer dispatched last chose one of these experts there."""
@@ -274,6 +295,8 @@ class _Bridge(ExpertBackend):
     def _forget(self, flight: _Flight) -> None:
         with self._lock:
             self._in_flight.discard(flight)
+            if flight.is_trip and flight.done_at is not None:
+                self._trip_s += flight.done_at - flight.began_at
 
 
 class Engine:
@@ -287,14 +310,17 @@ class Engine:
         dispatcher: LayerDispatcher,
         *,
         shares: Engine | None = None,
+        kept: Callable[[int], Mask | None] | None = None,
     ) -> None:
         """Prepare an engine for a backbone file (stub experts); `start` loads it.
 
         Args:
+            kept: of a layer, which experts the dispatcher computes in this process, bool [E]; called on the engine's thread.
             shares: a running engine whose weights this one uses; it must be closed after this one.
         """
         self._shares = shares
-        self._origin = 0  # of the one sequence that `decode` computes
+        self._kept = kept
+        self._origins: dict[int, int] = {}  # of the sequences that `decode` computes
         self._path = path
         self._spec = spec
         self._config = config
@@ -328,6 +354,11 @@ class Engine:
             raise EngineError("the engine is not running")
         return self._hook.overlap
 
+    @property
+    def trips(self) -> StepTrips:
+        """What the latest step asked of the network; on the engine's thread."""
+        return self._bridge.trips if self._bridge is not None else StepTrips()
+
     async def start(self) -> None:
         """Load the model.
 
@@ -337,7 +368,7 @@ class Engine:
         if self._config.exact_kernels:
             use_exact_kernels()
         self._loop = asyncio.get_running_loop()
-        self._bridge = _Bridge(self._dispatcher, self._loop)
+        self._bridge = _Bridge(self._dispatcher, self._loop, self._kept)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         try:
@@ -368,17 +399,28 @@ class Engine:
             raise
 
     def decode(
-        self, tokens: Sequence[int], first_position: int, logits: Literal["all", "last", "none"] = "last"
+        self,
+        tokens: Sequence[int],
+        first_position: int,
+        logits: Literal["all", "last", "none"] = "last",
+        *,
+        sequence: int = 0,
     ) -> None:
-        """Compute tokens at consecutive positions; a step, so call it through `call`.
+        """Compute tokens at consecutive positions of one sequence; a step, so call it through `call`.
 
         Raises:
             ExpertUnavailable: a layer could not be computed. The KV cache is as it was before.
             EngineError: llama.cpp failed; the KV cache is as it was before.
         """
-        if first_position == 0 or not self._origin:
-            self._origin = next_sequence()
-        part = StepPart(tokens=tokens, first_position=first_position, logits=logits, origin=self._origin)
+        if first_position == 0 or sequence not in self._origins:
+            self._origins[sequence] = next_sequence()
+        part = StepPart(
+            tokens=tokens,
+            first_position=first_position,
+            sequence=sequence,
+            logits=logits,
+            origin=self._origins[sequence],
+        )
         try:
             self.decode_parts((part,))
         except SwarmError:
@@ -423,7 +465,7 @@ class Engine:
         """
         assert self._hook is not None
         assert self._bridge is not None
-        self._bridge.forget_choice()
+        self._bridge.begin_step()
         self._bridge.origins = StepOrigins(
             [
                 OriginPart(

@@ -79,6 +79,8 @@ class ServingConfig:
         cache_bytes: of the prefix cache, in this process's memory; 0: none.
         max_line: requests that may wait for a slot.
         request_timeout_s: after which a request ends with an error; None: never.
+        is_reproducible: an answer's bits do not depend on who else is served, nor on what of its text was there already. Needs a
+            lane for each slot, exact kernels, and peers that have them (`swarm.backbone.reproducible`).
     """
 
     n_draft: int = 0
@@ -86,6 +88,7 @@ class ServingConfig:
     cache_bytes: int = CACHE_BYTES
     max_line: int = MAX_LINE
     request_timeout_s: float | None = None
+    is_reproducible: bool = False
 
 
 class Backbone:
@@ -114,9 +117,16 @@ class Backbone:
         Args:
             engines: one for each lane, with room for `n_slots` sequences each.
             proposer: makes what drafts for one sequence (lane, llama.cpp's number); None: prompt lookup.
+
+        Raises:
+            UserError: reproducible answers are asked for of a model that cannot give them.
         """
         self._engines = [engines] if isinstance(engines, Engine) else list(engines)
         self._config = config or ServingConfig()
+        if self._config.is_reproducible:
+            assert n_slots == 1, "a lane for each slot"
+            if self._engines[0].model.has_recurrent_state:
+                raise UserError("this model's memory cannot take back one token, so its answers cannot be reproducible")
         self._holders = holders
         self._model_name = model_name
         self._proposer = proposer
@@ -126,7 +136,15 @@ class Backbone:
         self._vocabulary = GrammarVocabulary(self._engines[0])
         self.cache = PrefixCache(self._config.cache_bytes, on_drop=self._dropped)
         self.lanes = [
-            Lane(index, engine, self, n_slots=n_slots, fill_wait_s=self._config.fill_wait_s, now=now)
+            Lane(
+                index,
+                engine,
+                self,
+                n_slots=n_slots,
+                fill_wait_s=self._config.fill_wait_s,
+                now=now,
+                is_reproducible=self._config.is_reproducible,
+            )
             for index, engine in enumerate(self._engines)
         ]
         self.n_slots = n_slots * len(self.lanes)
@@ -257,6 +275,8 @@ class Backbone:
 
     async def drawer(self, request: GenerationRequest) -> Drawer:
         """Return what draws a request's tokens. Raises UserError for a bad grammar or bias."""
+        if request.ignores_end:  # the first time, a large vocabulary takes a tenth of a second
+            await asyncio.to_thread(lambda: self._engines[0].model.end_tokens)
         matcher = None
         if request.grammar is not None:  # a complex one takes a second
             matcher = await asyncio.to_thread(self._vocabulary.matcher, request.grammar)
@@ -410,6 +430,7 @@ class Backbone:
     def adopted(self, job: Job, origin: int, n_tokens: int) -> None:
         """Note what a job need not compute."""
         self._held_origins[job.live.origin] += 1
+        job.answer.n_cached = n_tokens
         self.stats.n_prompt_tokens += job.live.n_prompt
         self.stats.n_kept_tokens += n_tokens
         self.stats.n_cache_hits += n_tokens > 0

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +28,12 @@ from swarm.backbone.answer import Answer
 from swarm.backbone.drawing import Drawer
 from swarm.backbone.engine import Engine, StepPart
 from swarm.backbone.prefix_cache import Entry, Tokens, as_tokens
+from swarm.backbone.reproducible import MOST_ROWS, accompanied
 from swarm.backbone.scheduler import LaneSchedule, LiveRequest, StepShare
 from swarm.backbone.slots import NOTHING, Seat, Slot
 from swarm.errors import ConnectionLost, EngineError, SwarmError
 from swarm.speculation.accept import accept
+from swarm.speculation.drafter import Observer
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +45,6 @@ class Proposer(Protocol):
 
     def propose(self, tokens: Sequence[int], n: int) -> list[int]:
         """Return up to `n` tokens that may follow."""
-        ...
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """A proposer that is told what steps cost."""
-
-    def observe(self, n_rows: int, seconds: float, n_beside: int = 0) -> None:
-        """A step was made: rows of all its sequences, and how many of these were beside the proposer's own."""
         ...
 
 
@@ -143,14 +136,20 @@ class Lane:
         n_slots: int,
         fill_wait_s: float,
         now: Callable[[], float],
+        is_reproducible: bool = False,
     ) -> None:
-        """The engine must have room for `n_slots` sequences."""
+        """The engine must have room for `n_slots` sequences.
+
+        Args:
+            is_reproducible: shape steps as `swarm.backbone.reproducible` has it; needs `n_slots` 1 and exact kernels.
+        """
         self.slots = [Slot(lane=index, sequence=sequence) for sequence in range(n_slots)]
         self.jobs: dict[int, Job] = {}
         self.engine = engine
         self._events = events
         self.schedule = LaneSchedule(n_slots=n_slots, fill_wait_s=fill_wait_s)
         self._now = now
+        self._is_reproducible = is_reproducible
         self._newcomers: deque[tuple[Job, Seat]] = deque()
         self._changed = asyncio.Event()
         self._step: frozenset[int] = frozenset()  # origins in the step under way
@@ -205,7 +204,7 @@ class Lane:
 
     async def run(self) -> None:
         """Work for ever; the engine must be running."""
-        self.schedule.n_batch = self.engine.n_batch
+        self.schedule.n_batch = min(self.engine.n_batch, MOST_ROWS if self._is_reproducible else self.engine.n_batch)
         while True:
             self._changed.clear()
             try:
@@ -372,6 +371,12 @@ class Lane:
                     origin=live.origin,
                 )
             )
+        n_before = 0  # rows before the first share's own
+        if self._is_reproducible:
+            [part], live = parts, shares[0].request
+            if len(part.tokens) == 1 and part.first_position > 0 and self._forget_last(live):
+                n_before = 1
+            parts = accompanied(part, live.tokens[live.n_computed] if n_before else None)
         began_at = time.perf_counter()
         try:
             self.engine.decode_parts(parts)
@@ -383,11 +388,18 @@ class Lane:
                 if isinstance(job.proposer, Observer):
                     job.proposer.observe(n_rows, seconds, len(shares) - 1)
         results = []
-        row = 0
+        row = n_before
         for share, job, draft in zip(shares, jobs, drafts, strict=True):
             results.append(self._draw(share, job, draft, row + share.n_rows - 1) if share.draws else _Result())
             row += share.n_rows + len(draft)
         return results
+
+    def _forget_last(self, live: LiveRequest) -> bool:
+        """Forget a sequence's last row, to be computed anew; return whether it could be."""
+        if not self.engine.context.remove(live.sequence, live.n_computed - 1):
+            return False
+        live.n_computed -= 1
+        return True
 
     def _propose(self, share: StepShare, job: Job) -> list[int]:
         if job.proposer is None or share.n_draft < 1:

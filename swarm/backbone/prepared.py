@@ -13,7 +13,15 @@ from swarm.errors import IntegrityError, UserError
 from swarm.files import Folders
 from swarm.interruptible import Check, checked
 from swarm.model.gguf_file import GgufFile
-from swarm.model.manifest import MANIFEST_NAME, MODEL_ID_KEY, Manifest, manifest_beside, manifest_of, verify_backbone
+from swarm.model.manifest import (
+    MANIFEST_NAME,
+    MODEL_ID_KEY,
+    SOURCES_KEY,
+    Manifest,
+    manifest_beside,
+    manifest_of,
+    verify_backbone,
+)
 from swarm.model.slices import write_backbone
 from swarm.model.source import GgufSource
 from swarm.model.spec import FILE_KEY
@@ -30,6 +38,7 @@ class PreparedModel:
 
     Attributes:
         file: the whole model, from which the share reads; None where there is only a backbone file.
+        sources: names on the web of the whole model, which a backbone file carries.
     """
 
     manifest: Manifest
@@ -38,6 +47,7 @@ class PreparedModel:
     share: ModelShare
     size_bytes: int
     file: GgufFile | None
+    sources: tuple[str, ...] = ()
 
     @property
     def offers_blocks(self) -> bool:
@@ -70,6 +80,7 @@ def prepare_model(
     advance = checked(check, progress)
     with GgufFile(path) as file:
         kind, said, title = file.text(FILE_KEY), file.text(MODEL_ID_KEY), file.text("general.name")
+        sources = tuple((file.text(SOURCES_KEY) or "").splitlines())
     if kind == "slice":
         raise UserError(f"{path} is an expert slice; serve needs the whole model or its backbone.gguf")
     if kind == "backbone":
@@ -84,6 +95,7 @@ def prepare_model(
             share=ModelShare(manifest, None),
             size_bytes=path.stat().st_size,
             file=None,
+            sources=sources,
         )
     manifest = manifest_of(path, folders.cache, advance)
     file = GgufFile(path)

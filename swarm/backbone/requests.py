@@ -77,6 +77,7 @@ class GenerationRequest:
         is_stream: False: nothing is read before the answer is complete, so until then it can be computed anew.
         is_traced: tell with the last delta where the time went.
         shows_special: write control tokens in the answer as text too, for whoever reads calls of tools from it.
+        ignores_end: never draw a token that ends the answer: it goes on to `max_tokens`. For measurements.
     """
 
     prompt: str | tuple[int, ...]
@@ -90,6 +91,7 @@ class GenerationRequest:
     shows_special: bool = False
     is_stream: bool = True
     is_traced: bool = False
+    ignores_end: bool = False
 
 
 class FinishReason(StrEnum):
@@ -119,6 +121,7 @@ class TextDelta:
 
     Attributes:
         n_prompt_tokens, n_completion_tokens: counts so far.
+        n_cached_tokens: of the prompt's, those that were computed before.
         finish_reason: set on the last delta only.
         logprobs: of the tokens drawn since the delta before, if asked for. Their text may be in a later delta, or, after a
             stop text, in none.
@@ -131,6 +134,7 @@ class TextDelta:
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
     trace: dict[str, Any] | None = None
+    n_cached_tokens: int = 0
 
 
 class TextGenerator(Protocol):

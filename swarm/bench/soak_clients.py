@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Mapping
@@ -73,7 +74,7 @@ class SoakClients:
                 return
             async for line in answer.content:
                 n_lines += 1
-                if b'"error"' in line:
+                if is_error(line):
                     self.failures.append(line.decode(errors="replace"))
                 if leaves_after is not None and n_lines > leaves_after:
                     answer.close()
@@ -91,3 +92,11 @@ def question(rng: random.Random) -> dict[str, Any]:
         "stream": rng.random() < STREAMED_SHARE,
         "temperature": rng.choice([0, 1]),
     }
+
+
+def is_error(line: bytes) -> bool:
+    """Return whether a line of a stream of server-sent events reports an error; the text written may well say "error"."""
+    name, _, data = line.partition(b":")
+    if name != b"data" or data.strip() in (b"", b"[DONE]"):
+        return name == b"event" and data.strip() == b"error"
+    return "error" in json.loads(data)

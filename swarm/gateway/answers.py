@@ -84,7 +84,12 @@ def usage_of(choices: Sequence[Choice]) -> Json:
     lasts = [choice.last for choice in choices if choice.last is not None]
     n_prompt = lasts[0].n_prompt_tokens if lasts else 0
     n_completion = sum(last.n_completion_tokens for last in lasts)
-    return {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_completion,
+        "total_tokens": n_prompt + n_completion,
+        "prompt_tokens_details": {"cached_tokens": lasts[0].n_cached_tokens if lasts else 0},
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,6 +259,6 @@ def _finite(logprob: float) -> float:
 
 
 def model_entry(served: ServedModel, created: int) -> Json:
-    """Return the model as `/v1/models` lists it; `meta` is where llama.cpp tells of the context too."""
-    meta = {"n_ctx": served.n_ctx}
-    return {"id": served.name, "object": "model", "created": created, "owned_by": "swarm", "meta": meta}
+    """Return the model as `/v1/models` lists it; vLLM tells of the context in `max_model_len`, llama.cpp in `meta`."""
+    entry = {"id": served.name, "object": "model", "created": created, "owned_by": "swarm"}
+    return {**entry, "max_model_len": served.n_ctx, "meta": {"n_ctx": served.n_ctx}}

@@ -33,7 +33,7 @@ from swarm.errors import EngineError, UserError
 from swarm.gateway.access import Access, Handler, add_cors_headers, middlewares_for
 from swarm.gateway.answers import ChatAnswer, Choice, CompletionAnswer, model_entry
 from swarm.gateway.chat_template import ChatTemplate
-from swarm.gateway.errors import ErrorAnswer, Json, RequestRefused, error_answer
+from swarm.gateway.errors import ErrorAnswer, Json, RequestRefused, error_answer, not_found
 from swarm.gateway.merging import merged
 from swarm.gateway.openai import (
     Call,
@@ -369,8 +369,9 @@ def _shape_errors(max_body_bytes: int) -> Any:
         except web.HTTPException as error:
             if error.status < 400:
                 raise
+            if error.status == 404:
+                return _error_response(not_found(request.method, request.path))
             message = {
-                404: f"nothing is served at {request.method} {request.path[:200]}",
                 405: f"{request.method} is not allowed here: expected {error.headers.get('Allow', 'another method')}",
                 413: f"the body is too large: expected at most {max_body_bytes} bytes",
             }.get(error.status, error.reason)

@@ -15,6 +15,19 @@ EXPERT_RETRY_S = 5.0  # guessed: a lost peer's replacement is found, or the peer
 
 AUDIT_RETRY_S = 1.0  # the peer is out already
 
+# Where other servers' clients look -> what they find here.
+_INSTEAD: Mapping[str, str] = {
+    "/v1/responses": "/v1/chat/completions",  # OpenAI's newer API
+    "/v1/messages": "/v1/chat/completions",  # Anthropic's
+    "/api/chat": "/v1/chat/completions",  # Ollama's
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/completion": "/v1/completions",  # llama-server's
+    "/chat/completions": "/v1/chat/completions",  # a base URL without its /v1
+    "/completions": "/v1/completions",
+    "/models": "/v1/models",
+}
+
 
 class RequestRefused(UserError):
     """A request that OpenAI's protocol, or this gateway, does not allow.
@@ -57,6 +70,15 @@ class ErrorAnswer:
     def headers(self) -> dict[str, str]:
         """Return the HTTP headers that belong to it."""
         return {} if self.retry_after_s is None else {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def not_found(method: str, path: str) -> ErrorAnswer:
+    """Return the answer where nothing is served; who looks in another server's place is told where to look."""
+    instead = _INSTEAD.get(path.rstrip("/"))
+    message = f"nothing is served at {method} {path[:200]}"
+    if instead is None:
+        return ErrorAnswer(status=404, message=message)
+    return ErrorAnswer(status=404, message=f"{message}: use {instead}", code="unsupported_endpoint")
 
 
 def error_answer(error: Exception) -> ErrorAnswer:

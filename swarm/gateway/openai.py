@@ -11,14 +11,15 @@ What a body may hold, for both endpoints (null stands for a default everywhere):
     logit_bias                  {"token id": -100 to 100}, or llama.cpp's list of [id, bias], where false bans the token
     seed                        any 64-bit integer, folded into llama.cpp's 32 bits; -1 draws one, as in llama.cpp
     stop                        a string or up to 16 of them
+    ignore_eos                  vLLM's and llama.cpp's: never end before max_tokens
     stream, stream_options      {"include_usage": true} adds a last chunk with the counts
     n                           so many answers, with seeds that count up
     response_format             text, json_object, json_schema; also llama.cpp's json_schema and grammar (GBNF)
     logprobs                    of chats a boolean, with top_logprobs; of completions a number
 
-Of chats: tools, tool_choice, parallel_tool_calls (`tools`), and chat_template_kwargs, which the template reads.
+Of chats: tools, tool_choice, parallel_tool_calls (`tools`); chat_template_kwargs and reasoning_effort, which the template reads.
 
-A parameter that would change the answer in a way that we cannot honour is refused (`_REFUSED`). Others, like `user`
+A parameter that would change the answer in a way that we cannot honour is refused (`refused`). Others, like `user`
 or `metadata`, are ignored, as are names that OpenAI does not define.
 """
 
@@ -33,6 +34,7 @@ from typing import Any, TypeVar
 from swarm.backbone.requests import GenerationRequest, Grammar, GrammarKind, SamplingParams
 from swarm.gateway.chat_template import Message
 from swarm.gateway.errors import Json, RequestRefused
+from swarm.gateway.refused import check_refused
 from swarm.gateway.tools import Tool, ToolChoice
 
 T = TypeVar("T")
@@ -52,17 +54,6 @@ MAX_TOOLS, MAX_TOOL_NAME_CHARS = 128, 64  # OpenAI's
 MAX_DETOKENIZED = 1 << 20  # guessed
 
 ROLES = ("system", "user", "assistant", "tool")
-
-# Parameter -> (values that ask for nothing, why others are refused).
-_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "suffix": (("",), "text cannot be inserted before a suffix"),
-    "functions": (([],), "use tools"),
-    "function_call": (("none", "auto"), "use tool_choice"),
-    "modalities": ((["text"],), "answers are text"),
-    "audio": ((), "answers are text"),
-    "prediction": ((), "predicted outputs are not served"),
-    "web_search_options": ((), "the web is not searched"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +77,7 @@ class Call:
         n: how many answers.
         tools: what a chat's answer may call.
         template_variables: what a chat's template reads beside the messages.
+        ignores_end: go on to `max_tokens`, whatever is drawn.
     """
 
     max_tokens: int | None
@@ -98,6 +90,7 @@ class Call:
     grammar: Grammar | None = None
     tools: ToolChoice = field(default_factory=ToolChoice)
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    ignores_end: bool = False
 
     def generation(
         self,
@@ -128,6 +121,7 @@ class Call:
             shows_special=bool(self.tools.tools),
             is_traced=is_traced and index == 0,
             is_stream=self.is_stream,
+            ignores_end=self.ignores_end,
         )
 
 
@@ -171,6 +165,8 @@ def parse_chat(body: object, served: ServedModel) -> tuple[Call, tuple[Message, 
     if n_top and not has_logprobs:
         raise RequestRefused("top_logprobs needs logprobs to be true", param="top_logprobs")
     variables = _value(fields, "chat_template_kwargs", dict, {})
+    if effort := _value(fields, "reasoning_effort", str, ""):
+        variables = {"reasoning_effort": _text(effort, "reasoning_effort"), **variables}
     return replace(
         call, tools=tools, n_logprobs=n_top if has_logprobs else None, template_variables=variables
     ), messages
@@ -224,11 +220,7 @@ def _fields(body: object, served: ServedModel) -> Json:
             code="model_not_found",
             status=404,
         )
-    for name, (harmless, reason) in _REFUSED.items():
-        value = body.get(name)
-        # 1 == True and 0 == False in Python, not in JSON
-        if value is not None and not any(type(value) is type(other) and value == other for other in harmless):
-            raise RequestRefused(f"{name} is not supported: {reason}", param=name, code="unsupported_parameter")
+    check_refused(body)
     return body
 
 
@@ -242,6 +234,7 @@ def _call(fields: Json, max_tokens: int | None) -> Call:
         include_usage=_value(options, "include_usage", bool, False, param="stream_options.include_usage"),
         n=_ranged(fields, "n", 1, MAX_ANSWERS) or 1,
         grammar=_grammar(fields),
+        ignores_end=_value(fields, "ignore_eos", bool, False),
     )
 
 

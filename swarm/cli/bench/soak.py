@@ -27,8 +27,11 @@ def soak(
         str, typer.Option("--kill-every", metavar="TIME", help="Once in it a peer is killed and started again.")
     ] = "60s",
     warm_up: Annotated[
-        str, typer.Option("--warm-up", metavar="TIME", help="Of each process's life, in which its memory may grow.")
-    ] = "60s",
+        str,
+        typer.Option(
+            "--warm-up", metavar="TIME", help="Of each process's life, in which its memory may grow: caches fill."
+        ),
+    ] = "5min",
     model: Annotated[
         Path | None,
         typer.Option("--model", metavar="FILE", help="GGUF file.", show_default="the embedded tiny model"),

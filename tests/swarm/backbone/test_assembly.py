@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
+import numpy as np
 import pytest
 
 from swarm.backbone import assembly
@@ -14,14 +18,17 @@ from swarm.backbone.assembly import BackboneConfig, open_backbone
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.prepared import PreparedModel, prepare_model
 from swarm.backbone.requests import GenerationRequest
+from swarm.dispatch.auditor import Auditor
 from swarm.errors import EngineError, ExpertUnavailable, UserError
 from swarm.files import Folders
 from swarm.identity import Identity
+from swarm.ids import NodeId
 from swarm.model.manifest import Manifest
 from swarm.net.addresses import parse_address
 from swarm.registry.client import RegistryAddress
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, SignedRecord, Withdrawal, verify
 from swarm.wire import messages as m
+from swarm.wire.receipts import read_receipt, receipt_bytes
 from tests.swarm.backbone.local_experts import SplitModel
 
 IDENTITY = Identity.from_seed(bytes(range(32)))
@@ -225,3 +232,36 @@ async def test_a_cancelled_backbone_stays_cancelled(config: BackboneConfig) -> N
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 5)
+
+
+async def test_a_peer_that_asks_gets_its_receipts_and_nobody_elses(config: BackboneConfig) -> None:
+    peer, other = (NodeId(bytes([n]) * 32) for n in (1, 2))
+    async with open_backbone(config, IDENTITY) as running:
+        endpoint: Any = running.endpoint
+
+        async def ask(asker: NodeId) -> dict[str, Any]:
+            answer = await endpoint.handler(SimpleNamespace(remote=asker), m.GetStatus())
+            status: dict[str, Any] = json.loads(answer.data)
+            return status
+
+        assert "receipts" not in await ask(peer), "it has computed nothing yet"
+        assert running.contributions is not None
+        assert running.contributions is running.dispatcher.contributions
+        running.contributions.count(peer, 1, 1, np.array([3, 4], np.uint16))
+        (text,) = (await ask(peer))["receipts"]
+        receipt = read_receipt(receipt_bytes(text))
+        assert (receipt.backbone, receipt.peer, receipt.totals.n_pairs) == (IDENTITY.node_id, peer, 2)
+        assert "audits" not in await ask(peer), "asked each minute by each peer, it is to be small"
+        assert (await ask(other)).keys() == {"role", "version", "model", "audits"}
+        assert running.ledger is not None
+        assert running.ledger.trusted == {IDENTITY.node_id}
+
+
+async def test_a_caught_peer_gets_no_receipts(config: BackboneConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Auditor, "is_caught", lambda self, node: True)
+    async with open_backbone(replace(config, audit_share=0.02), IDENTITY) as running:
+        assert running.contributions is not None
+        running.contributions.count(IDENTITY.node_id, 1, 1, np.array([3], np.uint16))
+        endpoint: Any = running.endpoint
+        answer = await endpoint.handler(SimpleNamespace(remote=IDENTITY.node_id), m.GetStatus())
+        assert "receipts" not in json.loads(answer.data)

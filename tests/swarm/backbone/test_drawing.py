@@ -148,3 +148,16 @@ def test_what_was_drawn_before_is_penalised(model: LlamaModel, context: LlamaCon
         drawer.close()
     n_distinct = [len(set(model.tokenize(text, add_special=False, parse_special=False))) for text in texts]
     assert n_distinct[1] > n_distinct[0]
+
+
+def test_an_answer_that_ignores_its_end_never_draws_one(model: LlamaModel, context: LlamaContext) -> None:
+    assert model.end_tokens
+    assert all(model.is_end_of_generation(token) for token in model.end_tokens)
+    wanted = SamplingParams(temperature=0, logit_bias=tuple((token, 100.0) for token in model.end_tokens))
+    for ignores_end, is_ended in ((False, True), (True, False)):
+        request = GenerationRequest(prompt=PROMPT, sampling=wanted, ignores_end=ignores_end)
+        drawer = Drawer(request, model)
+        try:
+            assert write(drawer, model, context, n_most=5)[1] is is_ended
+        finally:
+            drawer.close()

@@ -15,6 +15,7 @@ import pytest_asyncio
 
 from swarm.backbone.engine import Engine, EngineConfig, StepPart
 from swarm.errors import ConnectionLost, EngineError, ExpertUnavailable
+from swarm.speculation.costs import StepTrips
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
 
 CONFIG = EngineConfig(n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1)
@@ -374,3 +375,21 @@ async def test_a_failed_step_of_several_tells_who_needed_what_is_gone_and_leaves
     await engine.call(engine.context.clear)
     assert await engine.call(lambda: step(70)) == again
     await engine.close()
+
+
+async def test_what_a_step_asked_of_the_network_is_counted(tiny: SplitModel, experts: LocalExperts) -> None:
+    kept = {0: np.ones(tiny.spec.n_expert, np.bool_), 1: np.zeros(tiny.spec.n_expert, np.bool_)}
+    engine = Engine(tiny.backbone, tiny.spec, CONFIG, experts, kept=kept.get)
+    await engine.start()
+    assert engine.trips.n_trips == 0
+
+    def step() -> StepTrips:
+        engine.context.clear()
+        engine.decode(PROMPT, 0, "last")
+        return engine.trips
+
+    found = [await engine.call(step) for _ in range(2)]
+    await engine.close()
+    for trips in found:
+        assert (trips.n_skipped, trips.n_trips) == (1, len(tiny.spec.moe_layers) - 1)
+        assert trips.trip_s > 0

@@ -13,7 +13,7 @@ import pytest_asyncio
 from swarm.backbone import generate
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.generate import Backbone, ServingConfig
-from swarm.backbone.requests import FinishReason, GenerationRequest, SamplingParams, TextDelta
+from swarm.backbone.requests import FinishReason, GenerationRequest, Grammar, GrammarKind, SamplingParams, TextDelta
 from swarm.errors import ConnectionLost, ExpertUnavailable, Overloaded, UserError
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
 
@@ -496,3 +496,21 @@ async def test_an_answer_is_the_same_with_drafts(
     assert await answer(drafting, prompt, max_tokens=80, sampling=sampling) == plain
     assert drafting.drafts.accept_length > 1.05
     assert backbone.drafts.accept_length == 1.0
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, SamplingParams(temperature=0.6, seed=2, presence_penalty=0.3, frequency_penalty=0.1)],
+    ids=["greedy", "penalties"],
+)
+async def test_an_answer_that_a_grammar_holds_is_the_same_with_drafts(
+    backbone: Backbone, drafting: Backbone, sampling: SamplingParams
+) -> None:
+    prompt = "json, json, json, json\n" * 4
+    grammar = Grammar(kind=GrammarKind.GBNF, text='root ::= word (", " word)*\nword ::= "json" | "text" | "load"')
+    options = {"max_tokens": 60, "sampling": sampling, "grammar": grammar}
+    plain = await answer(backbone, prompt, **options)
+    assert set(plain[:20]) <= set("json, textload")
+    assert await answer(drafting, prompt, **options) == plain
+    assert drafting.drafts.n_accepted > 5
+    assert drafting.drafts.n_accepted <= drafting.drafts.n_drafted

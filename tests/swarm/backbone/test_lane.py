@@ -25,7 +25,8 @@ N_SLOTS = 8
 N_LAYERS = 6
 TIE_GAP = 0.2  # of the two best logits, as the gate has it
 # By how much stock llama.cpp's own logits differ between a text computed at once and in turns, where an expert's choice is a
-# near-tie: 0.07 in the median of 60 random texts of this model, 0.49 at most.
+# near-tie: 0.07 in the median of 60 random texts of this model, 0.49 at most. In the same steps it computes the same bits as a
+# lane, and answers need not differ at all: `test_reproducible`.
 TURN_GAP = 0.5
 PROMPT_END = 10.0  # seconds that something prompt may take on a busy machine
 GREEDY = SamplingParams(temperature=0)
@@ -259,6 +260,13 @@ async def test_a_running_text_lends_its_beginning(engines: list[Engine], experts
         assert max(steps(experts)) <= 4, "the common beginning was computed again"
         await stream.aclose()
     assert_same_or_tie(engines[1], text, await fresh_tokens(engines[1], (*system, 9, 10), 5))
+
+
+async def test_an_answer_tells_how_much_of_its_prompt_was_computed_before(engines: list[Engine]) -> None:
+    asked = request(tuple(range(1, 41)), max_tokens=2)
+    async with opened(engines[:1]) as backbone:
+        told = [[delta.n_cached_tokens async for delta in backbone.generate(asked)] for _ in range(2)]
+    assert [counts[-1] for counts in told] == [0, 39], "the last token is computed anyway"
 
 
 # Failures

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import pytest_asyncio
 
+from swarm.architectures.generator import Variant, write_model
+from swarm.architectures.recipes import RECIPES
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.local_drafts import LocalDrafter, Memory
 from swarm.backbone.local_experts import LocalExperts
@@ -16,7 +19,7 @@ from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
 from swarm.model.source import GgufSource
 from tests.swarm.backbone.local_experts import LocalExperts as AllExperts
-from tests.swarm.backbone.local_experts import SplitModel
+from tests.swarm.backbone.local_experts import SplitModel, split
 
 CONFIG = EngineConfig(n_ctx=128, n_batch=64, n_ubatch=64, n_threads=1, exact_kernels=False)
 PROMPT = "The json module is used to read and write"
@@ -158,3 +161,40 @@ async def test_a_memory_that_cannot_forget_is_put_back_and_drafts_no_more(
     again = LocalDrafter(engine, 0, local, memory=memory)
     assert await propose(again, engine, tokens, 4) == [], "no sequence of this engine tries again"
     assert await greedy(engine, tokens, 4) == expected
+
+
+async def test_a_hybrid_model_gets_its_state_back_and_no_drafts(tmp_path: Path) -> None:
+    recipe = next(recipe for recipe in RECIPES if recipe.architecture == "qwen3next")
+    write_model(tmp_path / "hybrid.gguf", recipe, Variant(name="plain"))
+    model = split(tmp_path / "hybrid.gguf", tmp_path)
+    experts = AllExperts(model)
+    engine = Engine(model.backbone, model.spec, CONFIG, experts)
+    await engine.start()
+    try:
+        tokens = list(range(5, 25))
+        await engine.call(lambda: engine.decode(tokens[:-1], 0, "none"))
+        expected = await greedy(engine, tokens, 4)
+        await engine.call(engine.context.clear)
+        await engine.call(lambda: engine.decode(tokens[:-1], 0, "none"))
+        with GgufFile(model.file) as file:
+            local, memory = LocalExperts(model.spec), Memory()
+            local.change(model.spec.all_experts, GgufSource(file).read_block)
+        drafter = LocalDrafter(engine, 0, local, memory=memory, least_reach=0.0)
+        assert await propose(drafter, engine, tokens, 4) == []
+        assert memory.can_forget is False
+        assert await greedy(engine, tokens, 4) == expected
+        local.close()
+    finally:
+        await engine.close()
+        experts.ffn.close()
+
+
+async def test_it_says_how_likely_it_thinks_each_token_and_all_before_it(
+    engine: Engine, tiny: SplitModel, keep: Any
+) -> None:
+    tokens = await begun(engine)
+    drafter = LocalDrafter(engine, 0, keep(tiny.spec.all_experts), least_reach=0.0)
+    drafts = await propose(drafter, engine, tokens, 6)
+    assert len(drafter.reaches) == len(drafts) == 6
+    assert drafter.reaches == sorted(drafter.reaches, reverse=True)
+    assert 0 < drafter.reaches[-1] < drafter.reaches[0] < 1

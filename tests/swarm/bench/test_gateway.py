@@ -31,10 +31,16 @@ def token(piece: bytes, gap: float = 5.0) -> TokenLogprob:
     return TokenLogprob(piece=piece, logprob=-0.1, likeliest=((piece, -0.1), (b"?", -0.1 - gap)))
 
 
-def test_an_answer_may_differ_where_the_alone_one_was_nearly_undecided() -> None:
+def test_an_answer_may_differ_where_the_alone_one_was_nearly_undecided(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     alone = [[token(b"a"), token(b"b")], [token(b"a"), token(b"b", 0.1), token(b"c")], [token(b"a", 3.0)]]
     together = [[token(b"a"), token(b"b")], [token(b"a"), token(b"x"), token(b"y")], [token(b"z")]]
     figures = compared(together, alone)
     assert (figures["n_same_answers"], figures["n_ties"], figures["n_wrong"]) == (1, 1, 1)
     assert figures["n_compared_tokens"] == 6
     assert figures["gaps_where_different"] == pytest.approx([0.1, 3.0])
+    assert [(entry.levelname, entry.message.partition(" where ")[2]) for entry in caplog.records] == [
+        ("INFO", "the best logit led by 0.100"),
+        ("WARNING", "the best logit led by 3.000"),
+    ]
+    assert "answer 1 differs from the one it has alone from token 1 on" in caplog.records[0].message

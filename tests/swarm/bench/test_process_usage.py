@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 def life(*sizes: tuple[float, int]) -> Life:
-    return Life("peer0", 1, 0.0, [Sample(age_s, size) for age_s, size in sizes])
+    return Life("peer0", 1, 0.0, samples=[Sample(age_s, size) for age_s, size in sizes])
 
 
 def test_growth_counts_from_the_end_of_the_warm_up() -> None:

@@ -10,7 +10,12 @@ from swarm.gateway.answers import ChatAnswer, Choice, CompletionAnswer, usage_of
 from swarm.gateway.tools import HERMES, CallReader, Tool, ToolChoice
 
 LAST = TextDelta(text="!", n_prompt_tokens=3, n_completion_tokens=2, finish_reason=FinishReason.STOP)
-USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+USAGE = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
 LOGPROB = TokenLogprob(piece="日".encode()[:2], logprob=-0.5, likeliest=((b"hi", -0.25),))
 CHOICE = ToolChoice(tools=(Tool(name="add", description="", parameters={}),))
 
@@ -69,7 +74,7 @@ def test_a_completion_answer_has_openais_shape() -> None:
 
 def test_several_answers_share_the_prompt_in_the_counts() -> None:
     both = [finished(delta("a")), finished(delta("b"), index=1)]
-    assert usage_of(both) == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
+    assert usage_of(both) == USAGE | {"completion_tokens": 4, "total_tokens": 7}
     whole = ChatAnswer(answer_id="chatcmpl-1", created=9, model="m@1").whole(both)
     assert [(each["index"], each["message"]["content"]) for each in whole["choices"]] == [(0, "a!"), (1, "b!")]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from swarm.gateway import openai
 from swarm.gateway.app import create_app
+from swarm.gateway.refused import REFUSED
 from tests.swarm.gateway.test_app import ScriptedGenerator
 
 TEXT = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
@@ -26,4 +26,4 @@ def test_every_route_has_a_row() -> None:
 
 def test_every_refused_parameter_is_a_no() -> None:
     nos = {name for cell, answer, _ in ROWS if answer.strip() == "no" for name in re.findall(r"`(\w+)`", cell)}
-    assert nos == set(openai._REFUSED)
+    assert nos == set(REFUSED)

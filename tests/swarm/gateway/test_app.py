@@ -137,7 +137,12 @@ async def test_a_chat_streams_role_texts_finish_usage_done() -> None:
     assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
     usage = chunks.pop()
     assert usage["choices"] == []
-    assert usage["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "total_tokens": 7}
+    assert usage["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 3,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert [chunk["usage"] for chunk in chunks] == [None] * 4
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [choice["delta"] for choice in choices] == [
@@ -170,7 +175,8 @@ async def test_whole_answers_count_their_tokens() -> None:
             chat = await response.json()
         async with client.post("/v1/completions", json={**COMPLETION, "echo": True}) as response:
             completion = await response.json()
-    usage = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    counts = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
+    usage = counts | {"prompt_tokens_details": {"cached_tokens": 0}}
     assert (chat["choices"][0]["message"]["content"], chat["usage"]) == ("日本", usage)
     assert (completion["choices"][0]["text"], completion["usage"]) == ("say 日本日本", usage)
     assert chat["choices"][0]["finish_reason"] == "length"
@@ -452,6 +458,10 @@ async def test_wrong_paths_and_methods_have_openais_shape() -> None:
     async with serving(ScriptedGenerator("ok")) as client:
         async with client.get("/v2") as response:
             assert (await refusal(response))[0] == 404
+        async with client.post("/api/chat", json={}) as response:  # Ollama's
+            status, error = await refusal(response)
+            assert (status, error["code"]) == (404, "unsupported_endpoint")
+            assert error["message"] == "nothing is served at POST /api/chat: use /v1/chat/completions"
         async with client.get("/v1/completions") as response:
             assert (await refusal(response))[0] == 405
             assert response.headers["Allow"] == "POST"
@@ -750,6 +760,17 @@ async def test_a_template_that_knows_tools_gets_them() -> None:
         async with client.post("/v1/chat/completions", json=body) as response:
             assert response.status == 200
     assert generator.requests[0].prompt == "add<tool_call>mint"
+
+
+async def test_a_template_reads_how_hard_to_think() -> None:
+    generator = ScriptedGenerator("ok", chat_template="effort {{ reasoning_effort }}")
+    async with serving(generator) as client:
+        for fields in ({}, {"chat_template_kwargs": {"reasoning_effort": "high"}}):
+            async with client.post(
+                "/v1/chat/completions", json={**CHAT, "reasoning_effort": "low", **fields}
+            ) as response:
+                assert response.status == 200
+    assert [request.prompt for request in generator.requests] == ["effort low", "effort high"]
 
 
 async def test_text_becomes_tokens_and_text_again() -> None:

@@ -183,7 +183,8 @@ HARMLESS = [
     {"n": 1, "best_of": 1, "suffix": "", "logprobs": False, "top_logprobs": 0, "logit_bias": {}},
     {"response_format": {"type": "text"}, "grammar": "", "json_schema": {}, "tools": [], "tool_choice": "auto"},
     {"functions": [], "function_call": "none", "modalities": ["text"], "user": "u", "metadata": {}, "store": False},
-    {"reasoning_effort": "low", "parallel_tool_calls": True, "cache_prompt": True},
+    {"parallel_tool_calls": True, "cache_prompt": True, "ignore_eos": False, "min_tokens": 0, "stop_token_ids": []},
+    {"mirostat": 0, "typical_p": 1.0, "xtc_probability": 0, "dry_multiplier": 0.0, "top_n_sigma": -1, "lora": []},
 ]
 
 
@@ -201,7 +202,20 @@ REFUSED: list[tuple[str, Any]] = [
     ("audio", {"voice": "x"}),
     ("prediction", {"type": "content", "content": "x"}),
     ("web_search_options", {}),
+    ("stop_token_ids", [1]),
+    ("min_tokens", 5),
+    ("guided_regex", "a+"),
+    ("mirostat", 2),
+    ("typical_p", 0.9),
+    ("samplers", ["top_k"]),
+    ("n_predict", 8),
 ]
+
+
+def test_an_answer_may_be_asked_not_to_end() -> None:
+    for parse in (chat, completion):
+        assert parse(ignore_eos=True).ignores_end is True
+        assert parse().ignores_end is False
 
 
 @pytest.mark.parametrize(("name", "value"), REFUSED)
