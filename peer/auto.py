@@ -1,6 +1,7 @@
 """`--experts auto`: which experts a volunteer takes by itself, when it joins and later. The rules: `swarm.registry.scarcity`.
 
-join:   look -> choose -> claim (an announcement that says it is loading) -> look again -> choose anew if two chose the same
+join:   look -> choose -> claim (an announcement that says it is loading and choosing) -> look again -> choose anew if others
+        have come at the same time, until that changes nothing -> the daemon says that it has chosen
 later:  look now and then -> is another slice much scarcer? -> the daemon loads it beside the old one
 """
 
@@ -23,7 +24,7 @@ from swarm.memory import free_memory_bytes
 from swarm.model.spec import ModelSpec
 from swarm.registry.publishers import Publishers
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, RoutingHistogram
-from swarm.registry.scarcity import choose_slice, is_move_worthwhile, rivals, scarcity
+from swarm.registry.scarcity import choose_slice, foresee, is_move_worthwhile, scarcity
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ SHARE_OF_MEMORY = 0.5  # of what is free, unless a person says how much; guessed
 SHARE_OF_DISK = 0.9
 # From a claim until the registry is looked at again; guessed: others' claims of the same moment have arrived by then.
 SETTLE_S = 1.0
-MAX_LOOKS = 4  # so many others may come at the same moment and choose the same
+MAX_LOOKS = 10  # newcomers who keep coming may change a choice so often: then it is kept; guessed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,17 +113,15 @@ class Chooser:
             UserError: not one expert fits the budget.
             NetworkError: no registry answers.
         """
-        others = await self._look()
-        experts = self._choose(others)
+        experts = self._choose(self._foreseen(await self._look()))
         for _ in range(MAX_LOOKS):
             await claim(experts)
             await asyncio.sleep(SETTLE_S)
             try:
-                others = rivals(others, await self._look(), self._node)
+                better = self._choose(self._foreseen(await self._look()))
             except SwarmError as error:
                 logger.info("cannot look at the registry again: %s", error)
                 break
-            better = self._choose(others)
             if better == experts:
                 break
             logger.info("others have come at the same time: choosing again")
@@ -155,6 +154,23 @@ class Chooser:
             self._histograms = [each for each in histograms if each.node in trusted]
         return [record for record in listed if record.node != self._node]
 
+    def _foreseen(self, others: Sequence[ExpertAnnouncement]) -> list[ExpertAnnouncement]:
+        def choose(so_far: Sequence[ExpertAnnouncement], rival: ExpertAnnouncement) -> ExpertSet:
+            if set(rival.experts.by_layer) != set(self._spec.moe_layers):
+                return (
+                    rival.experts
+                )  # it keeps to some layers, or takes less than one expert: nobody knows which others it may
+            chosen = choose_slice(
+                self._scarcity(so_far),
+                self._spec.moe_layers,
+                self._block_bytes,
+                self.size_bytes(rival.experts),
+                rival.node,
+            )
+            return chosen if chosen.by_layer else rival.experts
+
+        return foresee(others, self._node, choose)
+
     def _scarcity(self, others: Sequence[ExpertAnnouncement]) -> npt.NDArray[np.float64]:
         return scarcity(self._spec.moe_layers, self._spec.n_expert, self._histograms, others)
 
@@ -176,4 +192,16 @@ class Chooser:
             self._budget_bytes,
             self._node,
             among=self._among,
+        )
+
+
+def require_memory(spec: ModelSpec, experts: ExpertSet, memory_bytes: int | None) -> None:
+    """Raise UserError if a peer that holds these experts takes more memory than it may; None: it may."""
+    if memory_bytes is None:
+        return
+    size = sum(spec.block_size_bytes(layer) * len(chosen) for layer, chosen in experts.by_layer.items())
+    if size + OVERHEAD_BYTES > memory_bytes:
+        raise UserError(
+            f"{experts} do not fit into --memory: got {memory_bytes} bytes, expected at least {size + OVERHEAD_BYTES}; "
+            "name fewer --experts or --layers, or give --experts auto"
         )

@@ -9,26 +9,28 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Callable
 
-from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser
+from peer.auto import OVERHEAD_BYTES, AutoExperts, Chooser, require_memory
 from peer.compute import MAX_LINE, Compute
 from peer.config import PeerConfig, PeerReady, Progress
-from peer.fetch import SliceFetcher, choose_model, fetch_manifest
-from peer.model_file import OpenModel, choose_experts, open_model_file
+from peer.consent import Agree, require_agreed
+from peer.giving import GIVES, FileOnDemand, Giving
+from peer.model_file import OpenModel, choose_experts
+from peer.opening import Opened, Opener
 from peer.pauses import OthersLoad, Pauses, outside_hours, while_busy
+from peer.receipts import Collector, ReceiptBook
 from peer.slice import Slice, load_slice
 from peer.traffic import Traffic
-from peer.trust import choose_trusted
+from peer.watching import Askers, ScarcityWatch
 from swarm import __version__
+from swarm.backbone.share import ModelShare
 from swarm.errors import Leaving, NetworkError, Overloaded, RemoteProtocolError, SwarmError, UserError
 from swarm.identity import Identity
-from swarm.ids import ExpertSet, NodeId
+from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.memory import free_memory_bytes
-from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
+from swarm.model.source import BlockSource
 from swarm.native.library import load_library, use_exact_kernels
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
@@ -38,12 +40,14 @@ from swarm.net.readiness import Readiness, is_worthwhile
 from swarm.net.relay_client import RelayAddress
 from swarm.net.tls_link import TlsLink
 from swarm.net.tls_links import TlsListener
+from swarm.peer_report import PeerReport, Standing
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryClient
 from swarm.registry.records import ExpertAnnouncement, printable_name
 from swarm.registry.relays import relays_of
 from swarm.wire import messages as m
+from swarm.wire.receipts import Totals
 from swarm.wire.session import WIRE_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -62,35 +66,38 @@ GRACE_S = 20.0
 ANSWERED_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Opened:
-    """A model whose blocks can be had; `fetch` brings those of a slice here first."""
-
-    model: OpenModel
-    fetch: Callable[[ExpertSet], Coroutine[Any, Any, None]]
-    is_fetched: bool
-
-
 class PeerDaemon:
     """One volunteer's peer."""
 
-    def __init__(self, config: PeerConfig, identity: Identity, progress: Progress | None = None) -> None:
+    def __init__(
+        self, config: PeerConfig, identity: Identity, progress: Progress | None = None, *, agree: Agree | None = None
+    ) -> None:
+        """`agree` is asked before anything large is fetched or loaded; None: it is wanted."""
         self._config = config
         self._identity = identity
+        self._agree = agree
+        self._endpoint: Endpoint | None = None
+        self._watch: ScarcityWatch | None = None
+        self._collector: Collector | None = None
         self._progress = progress or Progress()
         self._started = time.monotonic()
         self._readiness: Readiness | None = None
         self._slice: Slice | None = None
         self._former: Slice | None = None  # while backbones may still ask for it
         self._chooser: Chooser | None = None
+        self._is_choosing = False
         self._finder: PathFinder | None = None
         self._n_earlier_assignments = 0  # of slices that were given up
         self._manifest: Manifest | None = None
         self._experts = ExpertSet({})
         self._model_name = ""
         self._is_leaving = False
+        self._giving: Giving | None = None
+        self._gives: BlockSource | None = None
+        self._last_asked = float("-inf")  # when a dispatch came last
         self._under_way: set[asyncio.Future[m.Result]] = set()  # dispatches in line or computed, and
         self._in_line: Counter[NodeId] = Counter()  # how many of them are each backbone's
+        self._askers = Askers()
         self._pauses = self._make_pauses()
         self._traffic: Traffic | None = None
         self._announcing: asyncio.Task[None] | None = None
@@ -109,6 +116,7 @@ class PeerDaemon:
         Raises:
             UserError: the model, the experts or the port cannot be had.
             NetworkError: no registry, or nobody who offers the slice.
+            NotAgreed: the volunteer does not want what joining takes.
             IntegrityError: a block does not match the manifest.
         """
         config = self._config
@@ -120,14 +128,17 @@ class PeerDaemon:
             host=config.host,
             port=config.port,
             handler=self._handle,
-            serves=(m.Dispatch, m.GetStatus),
+            serves=(m.Dispatch, m.GetStatus, *GIVES),
         )
         async with (
             endpoint,
             PathFinder(endpoint, takes_calls=True, is_relays_only=self._config.is_relays_only) as finder,
             contextlib.AsyncExitStack() as stack,
         ):
-            self._finder = finder
+            self._finder, self._endpoint = finder, endpoint
+            node = self._identity.node_id
+            book = ReceiptBook(config.folders.state / f"{node}.receipts", node)
+            self._collector = Collector(book, lambda: endpoint.open_connections())
             self._traffic = Traffic(
                 endpoint,
                 max_upload_bytes_s=config.max_upload_bytes_s,
@@ -136,7 +147,7 @@ class PeerDaemon:
             pool = Pool(endpoint, finder)
             if is_worthwhile():
                 self._readiness = Readiness(endpoint)
-            if config.tls_links and config.max_upload_bytes_s is None and config.max_download_bytes_s is None:
+            if config.tls_links:
                 await stack.enter_async_context(TlsListener(endpoint, host=config.host))
             kept = RegistryCache(config.folders.cache / f"registry-{self._identity.node_id.short}.json")
             registry = RegistryClient(finder, config.registry, cache=kept)
@@ -153,6 +164,8 @@ class PeerDaemon:
                     await pool.close()
                     if self._readiness is not None:
                         self._readiness.close()
+                    if isinstance(self._gives, FileOnDemand):
+                        self._gives.close()
                     for each in filter(None, (self._slice, self._former)):
                         each.compute.stop()
                         if not is_told_twice:  # a computation may take long
@@ -171,16 +184,32 @@ class PeerDaemon:
                     others=lambda: relays_of(registry.members_known(), self._identity.node_id),
                 )
                 tasks.create_task(reachable)
-                async with self._open_model(registry, pool) as opened:
+                async with self._opener(registry, pool).open(None) as opened:
                     await self._settle(opened, registry, announcer, tasks)
+                    if self._agree is not None:
+                        await require_agreed(
+                            self._agree,
+                            opened,
+                            self._experts,
+                            registry,
+                            node=self._identity.node_id,
+                            model_name=self._model_name,
+                            config=self._config,
+                        )
                     await opened.fetch(self._experts)
                     self._slice = await self._load(opened.model, self._experts)
+                    self._give(opened)
                 if self._chooser is None:
                     self._announcing = tasks.create_task(announcer.run())
                 else:
                     announcer.announce_soon()
                     tasks.create_task(self._rebalance(self._chooser, registry, pool, announcer))
                 tasks.create_task(self._rest(announcer, tasks))
+                assert self._collector is not None
+                tasks.create_task(self._collector.run())
+                if self._config.is_watched:
+                    self._watch = ScarcityWatch(registry, self._identity.node_id, self._held)
+                    tasks.create_task(self._watch.run())
                 await self._serve(registry, announcer, on_ready)
         except* SwarmError as group:
             raise group.exceptions[0] from None
@@ -203,6 +232,7 @@ class PeerDaemon:
             await asyncio.Event().wait()
         finally:  # at once, before the withdrawal: what comes from here on goes to a replica without a detour
             self._is_leaving = True
+            self._progress.leaving()
 
     async def _rest(self, announcer: Announcer, tasks: asyncio.TaskGroup) -> None:
         """Withdraw while there is a reason to rest, and come back after it; what is in line is finished."""
@@ -217,10 +247,21 @@ class PeerDaemon:
                 if self._announcing is not None:
                     self._announcing.cancel()  # which withdraws
                     await asyncio.wait([self._announcing])
+                await self._let_go()
             else:
                 logger.warning("serving again")
                 announcer.announce_soon()
                 self._announcing = tasks.create_task(announcer.run())
+
+    async def _let_go(self) -> None:
+        """Finish what is in line, and part from those who use this peer: else they count on it until they ask in vain."""
+        if self._under_way:
+            await asyncio.wait(self._under_way, timeout=DRAIN_S)
+        await asyncio.sleep(LINGER_S)
+        if self._pauses.why and self._endpoint is not None:
+            for connection in self._endpoint.open_connections():
+                if not connection.is_client:
+                    connection.close()
 
     async def _drain(self) -> None:
         """Finish what is in line; new dispatches are refused. A second cancellation ends this, too."""
@@ -231,33 +272,15 @@ class PeerDaemon:
             if left:
                 logger.info("leaving with %d dispatches unanswered", len(left))
         await asyncio.sleep(LINGER_S)
+        if self._collector is not None:
+            await self._collector.look(is_last=True)
 
-    @contextlib.asynccontextmanager
-    async def _open_model(self, registry: RegistryClient, pool: Pool) -> AsyncIterator[_Opened]:
-        """Yield the model that this peer serves: its manifest, and where blocks come from."""
-        config, progress = self._config, self._progress
-        if config.model_file is not None:
-            opening = open_model_file(config.model_file, config.folders.cache, registry, pool, progress.hashing)
-            async with opening as model:
-                yield _Opened(model=model, fetch=_nothing_to_fetch, is_fetched=False)
-            return
-        wanted = config.model if self._manifest is None else str(self._manifest.model_id)  # once settled, it stays
-        offers = await registry.offers()
-        if config.publishers is None:
-            model_id, offers = choose_model(offers, wanted)
-        else:
-            model_id, offers = choose_trusted(offers, wanted, config.publishers)
-        manifest = await fetch_manifest(pool, model_id, offers)
-        store = BlockStore(config.folders.cache, manifest)
-        trusts = (lambda offer: True) if config.publishers is None else config.publishers.knows
+    def _opener(self, registry: RegistryClient, pool: Pool) -> Opener:
         assert self._traffic is not None
-        pace = self._traffic.made_good
-        fetcher = SliceFetcher(registry, pool, store, progress.fetching, trusts=trusts, pace=pace)
-        opened = OpenModel(manifest=manifest, name=offers[0].model_name, source=store, held=None)
-        yield _Opened(model=opened, fetch=fetcher.fetch, is_fetched=True)
+        return Opener(self._config, self._progress, registry, pool, self._traffic, self._identity.node_id)
 
     async def _settle(
-        self, opened: _Opened, registry: RegistryClient, announcer: Announcer, tasks: asyncio.TaskGroup
+        self, opened: Opened, registry: RegistryClient, announcer: Announcer, tasks: asyncio.TaskGroup
     ) -> None:
         """Settle which experts of the model this peer holds; with AutoExperts it claims them."""
         config, model = self._config, opened.model
@@ -265,6 +288,7 @@ class PeerDaemon:
         self._model_name = printable_name(model.name)
         if not isinstance(auto, AutoExperts):
             self._experts = choose_experts(model.manifest.spec, auto, config.layers, model.held)
+            require_memory(model.manifest.spec, self._experts, config.memory_bytes)
             self._manifest = model.manifest
             return
         spec = model.manifest.spec
@@ -293,7 +317,10 @@ class PeerDaemon:
                 is_claimed = True
             await announcer.is_announced.wait()
 
+        self._is_choosing = True
         self._experts = await self._chooser.join(claim)
+        self._is_choosing = False
+        announcer.announce_soon()
 
     async def _rebalance(self, chooser: Chooser, registry: RegistryClient, pool: Pool, announcer: Announcer) -> None:
         """Move to other experts where they are much scarcer, now and then; see `is_move_worthwhile`."""
@@ -328,7 +355,8 @@ class PeerDaemon:
     ) -> bool:
         """Load a slice beside the one held, announce it in its place, and serve both for a while; return whether it was done."""
         assert self._slice is not None
-        async with self._open_model(registry, pool) as opened:
+        settled = None if self._manifest is None else self._manifest.model_id  # once settled, it stays
+        async with self._opener(registry, pool).open(settled) as opened:
             if self._manifest is None or opened.model.manifest.model_id != self._manifest.model_id:
                 raise UserError("the model file is another one now")
             await opened.fetch(better)
@@ -385,15 +413,19 @@ class PeerDaemon:
             exact_kernels=self._config.exact_kernels,
             wire_versions=WIRE_VERSIONS,
             is_loading=self._slice is None,
+            is_choosing=self._is_choosing,
             name=self._config.name,
             place=self._config.place,
+            upload_bytes_s=None if self._config.max_upload_bytes_s is None else int(self._config.max_upload_bytes_s),
         )
 
-    def _handle(self, connection: Connection, request: m.Request) -> Awaitable[m.Response]:
+    def _handle(self, connection: Connection, request: m.Request) -> Awaitable[m.Response] | m.Result:
         if isinstance(request, m.GetStatus):
             return self._answer_status()
         if self._slice is None or self._manifest is None:
             raise LookupError("this peer is still loading its slice")
+        if isinstance(request, GIVES):
+            return self._answer_joiner(request)
         if not isinstance(request, m.Dispatch):
             raise RemoteProtocolError(f"not for a peer: got {type(request).__name__}")
         if request.model_tag != self._manifest.model_id.raw[: m.MODEL_TAG_BYTES]:
@@ -416,12 +448,15 @@ class PeerDaemon:
 
     def _start(
         self, compute: Compute, backbone: NodeId, request: m.Dispatch, readiness: Readiness | None
-    ) -> asyncio.Future[m.Result]:
-        """Put a dispatch in line, unless its backbone has its share of the line already.
+    ) -> asyncio.Future[m.Result] | m.Result:
+        """Compute a dispatch at once, or put it in line, unless its backbone has its share of the line already.
 
         Alone, a backbone may fill the line; beside others, it has an equal part, so that one that sends more than is computed
         is told so, and not the others.
         """
+        self._askers.add(backbone)
+        if self._collector is not None:
+            self._collector.note(backbone)
         n_mine = self._in_line[backbone]
         n_backbones = len(self._in_line) + (n_mine == 0)
         if n_mine >= max(MIN_SHARE, MAX_LINE // n_backbones):
@@ -430,9 +465,17 @@ class PeerDaemon:
             raise Overloaded(f"{n_mine} dispatches of this backbone wait at this peer", retry_after_s=retry_after_s)
         traffic, loop = self._traffic, asyncio.get_running_loop()
         assert traffic is not None
+        self._last_asked = time.monotonic()
         n_bytes = traffic.admit(request)
         if readiness is not None:
             readiness.ended()  # the wait for a dispatch, which began with the last answer
+        if (result := compute.at_once(request, backbone)) is not None:
+            if n_bytes:
+                traffic.promise(n_bytes)
+                loop.call_soon(traffic.settle, n_bytes)  # once its bytes are counted
+            if readiness is not None and len(request.row_counts) == 1:
+                readiness.began((request, result))
+            return result
         answer = compute.start(request, backbone)
         traffic.promise(n_bytes)
         self._under_way.add(answer)
@@ -451,6 +494,22 @@ class PeerDaemon:
         answer.add_done_callback(is_done)
         return answer
 
+    def _give(self, opened: Opened) -> None:
+        """From now on give what was opened to those who join."""
+        assert self._traffic is not None
+        manifest = opened.model.manifest
+        share = ModelShare(manifest, opened.gives)
+        sizes = {layer: manifest.spec.block_size_bytes(layer) for layer in manifest.spec.moe_layers}
+        self._giving = Giving(share, self._traffic, lambda layer: sizes.get(layer, 0))
+        self._gives = opened.gives
+
+    def _answer_joiner(self, request: m.Request) -> Awaitable[m.Response]:
+        if self._is_leaving or self._giving is None:
+            raise Leaving("this peer is leaving")
+        if self._pauses.why:
+            raise Leaving(f"this peer rests: {self._pauses.why}")
+        return self._giving.answer(request, last_asked=self._last_asked, is_computing=bool(self._under_way))
+
     async def _answer_status(self) -> m.Status:
         return m.Status(data=json.dumps(self.status()).encode())
 
@@ -466,6 +525,10 @@ class PeerDaemon:
             "resting": self._pauses.why,
             "reach": "unknown" if self._finder is None else self._finder.how_reached().value,
         }
+        today = self.contribution_today()
+        status["contribution"] = {"n_rows": today.n_rows, "n_pairs": today.n_pairs, "points": today.points}
+        if self._config.name and self._collector is not None:  # who shows no name wants to be on no leaderboard
+            status["receipts"] = self._collector.book.presented()
         if self._slice is not None:
             stats = self._slice.compute.stats
             slices = [each for each in (self._slice, self._former) if each is not None]
@@ -479,6 +542,39 @@ class PeerDaemon:
                 "n_in_line": sum(each.compute.n_in_line for each in slices),
             }
         return status
+
+    def contribution_today(self) -> Totals:
+        """Return what backbones have signed that this peer did today, UTC; some seconds behind what it did."""
+        return Totals() if self._collector is None else self._collector.today()
+
+    def _held(self) -> tuple[ModelId | None, ExpertSet]:
+        return None if self._manifest is None else self._manifest.model_id, self._experts
+
+    def report(self) -> PeerReport:
+        """Return this peer's state for the person who runs it."""
+        status, endpoint, finder = self.status(), self._endpoint, self._finder
+        standing = Standing.SERVING
+        if self._is_leaving:
+            standing = Standing.LEAVING
+        elif self._slice is None:
+            standing = Standing.JOINING
+        elif self._pauses.why:
+            standing = Standing.RESTING
+        return PeerReport(
+            standing=standing,
+            why=self._pauses.why if standing is Standing.RESTING else "",
+            uptime_s=time.monotonic() - self._started,
+            reach="unknown" if finder is None else finder.how_reached().value,
+            why_reach="" if finder is None else finder.mapping().name.lower(),
+            backbones=() if endpoint is None else self._askers.views(endpoint.open_connections()),
+            n_rows=int(str(status.get("n_rows", 0))),
+            n_pairs=int(str(status.get("n_assignments", 0))),
+            n_in_line=int(str(status.get("n_in_line", 0))),
+            bytes_sent=0 if endpoint is None else endpoint.bytes_sent + endpoint.repair_bytes,
+            bytes_received=0 if endpoint is None else endpoint.bytes_received,
+            scarcity=None if self._watch is None else self._watch.scarcity,
+            points=self.contribution_today().points,
+        )
 
 
 async def _require_registry(registry: RegistryClient) -> None:

@@ -1,6 +1,8 @@
-"""Gets a model's manifest and the blocks of a slice from nodes that offer them, and checks every byte.
+"""Gets a model's manifest and the blocks of a slice from the web and from nodes, and checks every byte.
 
-One request per (layer, expert). Blocks land in a BlockStore, so a download that was cut goes on where it stopped.
+The web is asked first: it costs nobody's tokens. Then peers that hold the same blocks and have nothing to compute, then
+backbones, whose line is what a star's speed hangs on. Of nodes, one request per (layer, expert). Blocks land in a BlockStore, so
+a download that was cut goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -8,7 +10,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+import random
+import shutil
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.filesize import decimal
 
 from swarm.errors import (
     IntegrityError,
@@ -23,24 +32,37 @@ from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.interruptible import run_interruptibly
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
-from swarm.net.connection import Connection
+from swarm.model.ranges import GROUP_BYTES, Group, Pair, groups_of
 from swarm.net.pool import Pool
 from swarm.registry.client import Registry
-from swarm.registry.records import ModelOffer
+from swarm.registry.records import ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
+
+if TYPE_CHECKING:
+    from peer.web_sources import WebSources  # an HTTP client, 13 MB that few peers need
 
 logger = logging.getLogger(__name__)
 
 N_PARALLEL = 4  # block requests under way; guessed: hides a round trip without holding many blocks in memory
 BLOCK_TIMEOUT_S = 120.0  # one block; guessed: 88 MB at 6 Mbit/s
+PEER_TIMEOUT_S = 40.0  # one block of a peer, which may be anybody; guessed: 30 MB at 6 Mbit/s
+MAX_PEERS = 16  # asked for blocks, drawn anew at each look; guessed
+SPARE_DISK_BYTES = 64_000_000  # left free; guessed: a block is written beside the old ones, and others write, too
 MANIFEST_TIMEOUT_S = 30.0
 N_ATTEMPTS = 3  # per block, over all who offer the model
 RETRY_S = 0.5
 FAILURES = (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError, Overloaded)  # of one offer: try the next
 
 
-def choose_model(offers: Sequence[ModelOffer], wanted: str | None) -> tuple[ModelId, list[ModelOffer]]:
+def choose_model(
+    offers: Sequence[ModelOffer], wanted: str | None, *, held: Collection[ModelId] = ()
+) -> tuple[ModelId, list[ModelOffer]]:
     """Return the model that `wanted` names (a name, `name@prefix` or an id prefix; None: the only one) and its offers.
+
+    A model counts if its experts can be had: from a backbone, the web, or peers.
+
+    Args:
+        held: models that peers hold experts of.
 
     Raises:
         UserError: no such model, or several.
@@ -49,7 +71,7 @@ def choose_model(offers: Sequence[ModelOffer], wanted: str | None) -> tuple[Mode
     without_blocks: dict[ModelId, ModelOffer] = {}
     for offer in offers:
         if wanted is None or _matches(offer, wanted):
-            if offer.offers_blocks:
+            if offer.offers_blocks or offer.sources or offer.model in held:
                 models.setdefault(offer.model, []).append(offer)
             else:
                 without_blocks[offer.model] = offer
@@ -81,7 +103,7 @@ async def fetch_manifest(pool: Pool, model: ModelId, offers: Sequence[ModelOffer
     error: SwarmError | None = None
     for offer in offers:
         try:
-            connection = await _connect(pool, offer)
+            connection = await pool.reach(offer)
             answer = await connection.request(m.GetManifest(model_id=model), timeout_s=MANIFEST_TIMEOUT_S)
             assert isinstance(answer, m.ManifestBytes)  # the session checks an answer's type
             if hashlib.sha256(answer.data).digest() != model.raw:
@@ -97,6 +119,21 @@ async def _at_once() -> None:
     """Wait for nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Giver:
+    """A node that has blocks: a backbone that offers all of them, or a peer that holds some.
+
+    Attributes:
+        held: which; None: all.
+    """
+
+    who: ModelOffer | ExpertAnnouncement
+    held: ExpertSet | None
+
+    def has(self, layer: int, expert: int) -> bool:
+        return self.held is None or (layer, expert) in self.held
+
+
 class SliceFetcher:
     """Fetches the missing blocks of one slice."""
 
@@ -109,13 +146,21 @@ class SliceFetcher:
         *,
         trusts: Callable[[ModelOffer], bool] = lambda offer: True,
         pace: Callable[[], Awaitable[None]] = _at_once,
+        web: WebSources | None = None,
+        me: NodeId | None = None,
+        max_disk_bytes: int | None = None,
+        n_parallel: int | None = None,
     ) -> None:
         """Prepare.
 
         Args:
-            progress: told (blocks there, blocks wanted) after each block.
+            progress: told (bytes there, bytes wanted), of blocks that are checked and kept.
             trusts: whether an offer's publisher may be asked: every block is checked, but not how long a stranger lets us wait.
             pace: waited for before each block: a cap on traffic.
+            web: asked before any node.
+            me: this node, which does not ask itself.
+            max_disk_bytes: most that the store may take; None: no cap.
+            n_parallel: requests under way; None: `N_PARALLEL`.
         """
         self._registry = registry
         self._pool = pool
@@ -123,9 +168,17 @@ class SliceFetcher:
         self._progress = progress
         self._trusts = trusts
         self._pace = pace
-        self._offers: list[ModelOffer] = []
+        self._web = web
+        self._me = me
+        self._max_disk_bytes = max_disk_bytes
+        self._n_parallel = n_parallel
+        self._givers: list[_Giver] = []
         self._failures: dict[NodeId, int] = {}  # a rising number for each: who failed last is asked last
         self._n_failures = 0
+        self._rates: dict[NodeId, float] = {}  # bytes a second of the last block
+        self._liars: set[NodeId] = set()  # peers that sent wrong bytes
+        self._missing: dict[Pair, None] = {}
+        self._n_there = self._n_wanted = 0
 
     async def fetch(self, experts: ExpertSet) -> None:
         """Return when the store has every block of `experts`.
@@ -133,63 +186,153 @@ class SliceFetcher:
         Raises:
             NetworkError: a block could not be had from anybody.
             IntegrityError: everybody who offers a block sends wrong bytes.
+            UserError: there is no room for them, or they cannot be kept.
         """
-        missing = [pair for pair in experts if not self._store.has(*pair)]
-        n_there = len(experts) - len(missing)
-        self._progress(n_there, len(experts))
-        if not missing:
+        spec = self._store.manifest.spec
+        self._missing = dict.fromkeys(pair for pair in experts if not self._store.has(*pair))
+        n_missing = sum(spec.block_size_bytes(layer) for layer, _ in self._missing)
+        self._n_wanted = sum(spec.block_size_bytes(layer) for layer, _ in experts)
+        self._n_there = self._n_wanted - n_missing
+        self._progress(self._n_there, self._n_wanted)
+        if not self._missing:
             return
-        self._offers = await self._find_offers()
-        todo = iter(missing)
+        await asyncio.to_thread(make_room, self._store, experts, n_missing, self._max_disk_bytes)
+        try:
+            self._givers = await self._find_givers()
+        except (NetworkError, RemoteRefused):
+            if self._web is None:
+                raise
+        limit = GROUP_BYTES if self._web is not None else 0  # nodes are asked block by block
+        todo = iter(groups_of(self._missing, spec.block_size_bytes, limit=limit))
 
         async def work() -> None:
-            nonlocal n_there
-            for layer, expert in todo:  # the workers share one iterator: each block is taken once
-                await self._pace()
-                await self._fetch_block(layer, expert)
-                n_there += 1
-                self._progress(n_there, len(experts))
+            for group in todo:  # the workers share one iterator: each group is taken once
+                await self._fetch_group(group)
 
         try:
             async with asyncio.TaskGroup() as workers:
-                for _ in range(min(N_PARALLEL, len(missing))):
+                for _ in range(min(self._n_parallel or N_PARALLEL, len(self._missing))):
                     workers.create_task(work())
         except* SwarmError as group:
             raise group.exceptions[0] from None
 
-    async def _fetch_block(self, layer: int, expert: int) -> None:
+    def keep(self, pair: Pair) -> None:
+        """Count a block that was checked and kept."""
+        if pair in self._missing:
+            del self._missing[pair]
+            self._n_there += self._store.manifest.spec.block_size_bytes(pair[0])
+            self._progress(self._n_there, self._n_wanted)
+
+    async def _fetch_group(self, group: Group) -> None:
+        """Bring a group's blocks here: from the web as long as it gives any, what is left from nodes."""
+        web = self._web
+        while left := [expert for expert in group.experts if (group.layer, expert) in self._missing]:
+            source = None if web is None else web.best()
+            if web is not None and source is not None:
+                await web.fetch(source, group.layer, left, list(self._missing), self.keep)
+                continue
+            may_wait = web is not None and web.is_alive
+            for expert in left:
+                await self._pace()
+                try:
+                    await self._fetch_block(group.layer, expert, n_attempts=1 if may_wait else N_ATTEMPTS)
+                except FAILURES:
+                    if not may_wait:
+                        raise
+                    break
+            else:
+                return
+            assert web is not None
+            await web.until_rested()
+
+    async def _fetch_block(self, layer: int, expert: int, *, n_attempts: int) -> None:
         error: SwarmError | None = None
-        for attempt in range(N_ATTEMPTS):
+        for attempt in range(n_attempts):
             if attempt > 0:
                 await asyncio.sleep(RETRY_S * attempt)
                 try:
-                    self._offers = await self._find_offers()
-                except (NetworkError, RemoteRefused) as failure:  # the offers known so far may do
+                    self._givers = await self._find_givers()
+                except (NetworkError, RemoteRefused) as failure:  # the nodes known so far may do
                     logger.warning("cannot ask the registry again: %s", failure)
-            for offer in sorted(self._offers, key=lambda each: self._failures.get(each.node, 0)):
+            for giver in sorted(self._givers, key=self._rank):
+                node = giver.who.node
+                if node in self._liars or not giver.has(layer, expert):
+                    continue
                 try:
-                    await self._from(offer, layer, expert)
+                    await self._from(giver, layer, expert)
+                    self.keep((layer, expert))
                     return
                 except FAILURES as failure:
-                    logger.warning("no block of layer %d, expert %d: %s", layer, expert, failure)
-                    error = failure
+                    is_busy_peer = giver.held is not None and isinstance(failure, RemoteRefused)  # nobody's fault
+                    level = logging.DEBUG if is_busy_peer else logging.WARNING
+                    logger.log(level, "no block of layer %d, expert %d: %s", layer, expert, failure)
+                    if error is None or not is_busy_peer:
+                        error = failure
                     self._n_failures += 1
-                    self._failures[offer.node] = self._n_failures
+                    self._failures[node] = self._n_failures
+                    if giver.held is not None and isinstance(failure, IntegrityError):
+                        self._liars.add(node)
         if isinstance(error, IntegrityError):
             raise error
+        if error is None and self._web is not None:
+            error = self._web.error
         raise NetworkError(f"nobody gives layer {layer}, expert {expert}: {error or 'no offer left'}")
 
-    async def _find_offers(self) -> list[ModelOffer]:
-        offers = await self._registry.offers(self._store.manifest.model_id)
-        return [offer for offer in offers if offer.offers_blocks and self._trusts(offer)]
+    def _rank(self, giver: _Giver) -> tuple[int, bool, float]:
+        """Return the order of asking: who has not failed, peers before backbones (whose line is everybody's), the fastest."""
+        node = giver.who.node
+        return self._failures.get(node, 0), giver.held is None, -self._rates.get(node, float("inf"))
 
-    async def _from(self, offer: ModelOffer, layer: int, expert: int) -> None:
-        connection = await _connect(self._pool, offer)
+    async def _find_givers(self) -> list[_Giver]:
+        model = self._store.manifest.model_id
+        offers = await self._registry.offers(model)
+        givers = [_Giver(offer, None) for offer in offers if offer.offers_blocks and self._trusts(offer)]
+        try:
+            holders = await self._registry.holders(model)
+        except (NetworkError, RemoteRefused) as error:
+            logger.info("cannot ask which peers hold blocks: %s", error)
+            return givers
+        peers = [each for each in holders if not each.is_loading and each.node != self._me]
+        random.shuffle(peers)  # so that those who join at once do not all ask the same
+        return [_Giver(each, each.experts) for each in peers[:MAX_PEERS]] + givers
+
+    async def _from(self, giver: _Giver, layer: int, expert: int) -> None:
+        connection = await self._pool.reach(giver.who)
         request = m.GetBlock(model_id=self._store.manifest.model_id, layer=layer, expert=expert)
-        answer = await connection.request(request, timeout_s=BLOCK_TIMEOUT_S)
+        timeout_s = BLOCK_TIMEOUT_S if giver.held is None else PEER_TIMEOUT_S
+        began = time.monotonic()
+        answer = await connection.request(request, timeout_s=timeout_s)
         assert isinstance(answer, m.BlockBytes)  # the session checks an answer's type
+        self._rates[giver.who.node] = len(answer.data) / max(1e-6, time.monotonic() - began)
         await run_interruptibly(lambda _: self._store.add(layer, expert, answer.data))
 
 
-async def _connect(pool: Pool, offer: ModelOffer) -> Connection:
-    return await pool.reach(offer)
+def make_room(store: BlockStore, wanted: ExpertSet, n_missing: int, max_disk_bytes: int | None) -> None:
+    """Make sure that `n_missing` more bytes of blocks fit, before any are fetched; may delete blocks that are not wanted.
+
+    Raises:
+        UserError: they do not fit on the disk, or into the cap.
+    """
+    size = store.manifest.spec.block_size_bytes
+    if max_disk_bytes is not None:
+        n_bytes = n_missing + sum(size(layer) for layer, _ in store.experts)
+        for layer, expert in store.experts:
+            if n_bytes <= max_disk_bytes:
+                break
+            if (layer, expert) not in wanted:
+                store.remove(layer, expert)
+                n_bytes -= size(layer)
+        if n_bytes > max_disk_bytes:
+            raise UserError(
+                f"the experts do not fit into --disk: got {max_disk_bytes} bytes, expected at least {n_bytes}"
+            )
+    try:
+        store.folder.mkdir(parents=True, exist_ok=True)  # `swarm cache prune` may have taken it
+        free = shutil.disk_usage(store.folder).free
+    except OSError as error:
+        raise UserError(f"cannot use {store.folder}: {error.strerror}") from error
+    if n_missing + SPARE_DISK_BYTES > free:
+        raise UserError(
+            f"not enough space in {store.folder}: got {decimal(free)} free, expected {decimal(n_missing + SPARE_DISK_BYTES)}; "
+            "take fewer experts, or set SWARM_HOME to a folder on another disk"
+        )

@@ -41,6 +41,7 @@ class Traffic:
         """Begin to count; a cap of None is none. Raises UserError: a cap is too low for anything."""
         self._counters = counters
         self._now = now
+        self._n_web = 0  # bytes received besides the endpoint's
         self._up = self._down = None
         if max_upload_bytes_s is not None:
             self._up = RateCap(max_upload_bytes_s, now=now(), n_bytes=self._n_up)
@@ -50,6 +51,25 @@ class Traffic:
     @property
     def _n_up(self) -> int:
         return self._counters.bytes_sent + self._counters.repair_bytes
+
+    @property
+    def _n_down(self) -> int:
+        return self._counters.bytes_received + self._n_web
+
+    def received(self, n_bytes: int) -> None:
+        """Count bytes that came from web servers."""
+        self._n_web += n_bytes
+
+    @property
+    def max_download_bytes_s(self) -> float | None:
+        """The cap on what comes in."""
+        return None if self._down is None else self._down.rate_bytes_s
+
+    def admit_bytes(self, n_bytes: int) -> None:
+        """Raise Overloaded while so many bytes may not be sent."""
+        wait_s = 0.0 if self._up is None else self._up.wait_s(self._now(), self._n_up, n_bytes)
+        if wait_s > 0:
+            raise Overloaded("this peer's share of its line is used up", retry_after_s=wait_s)
 
     def admit(self, request: m.Dispatch) -> int:
         """Return the bytes of a dispatch's answer; raises Overloaded while they, or what came in already, are too much."""
@@ -61,16 +81,16 @@ class Traffic:
             n_bytes = round(OVERHEAD * (RESULT_HEAD_BYTES + n_rows * row_bytes(request.rows.shape[1], codec)))
             wait_s = self._up.wait_s(now, self._n_up, n_bytes)
         if self._down is not None:  # what has come has come: the next ones wait until it is made good
-            wait_s = max(wait_s, self._down.wait_s(now, self._counters.bytes_received, 0))
+            wait_s = max(wait_s, self._down.wait_s(now, self._n_down, 0))
         if wait_s > 0:
             raise Overloaded("this peer's share of its line is used up", retry_after_s=min(wait_s, MAX_RETRY_S))
         return n_bytes
 
     async def made_good(self) -> None:
-        """Wait until what came in is within the cap: before each block that is fetched."""
+        """Wait until what came in is within the cap: before each block, or piece of a file, that is fetched."""
         cap = self._down
         while cap is not None:
-            wait_s = cap.wait_s(self._now(), self._counters.bytes_received, 0)
+            wait_s = cap.wait_s(self._now(), self._n_down, 0)
             if wait_s <= 0:
                 return
             await asyncio.sleep(min(wait_s, LOOK_S))
@@ -84,3 +104,8 @@ class Traffic:
         """Count it no more: it has gone, or never will."""
         if self._up is not None:
             self._up.settle(n_bytes)
+
+    def settle_late(self, n_bytes: int) -> None:
+        """Count it no more once it can have gone at this rate: of an answer that takes seconds to send."""
+        if self._up is not None:
+            asyncio.get_running_loop().call_later(n_bytes / self._up.rate_bytes_s, self._up.settle, n_bytes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from peer.fetch import choose_model
 from swarm.errors import UserError
@@ -12,7 +12,7 @@ from swarm.registry.records import ModelOffer
 
 
 def choose_trusted(
-    offers: Sequence[ModelOffer], wanted: str | None, publishers: Publishers
+    offers: Sequence[ModelOffer], wanted: str | None, publishers: Publishers, *, held: Collection[ModelId] = ()
 ) -> tuple[ModelId, list[ModelOffer]]:
     """Return the model that `wanted` names and its trusted offers; see `choose_model`.
 
@@ -23,10 +23,10 @@ def choose_trusted(
     """
     known = [offer for offer in offers if publishers.knows(offer)]
     try:
-        return choose_model(known, wanted)
+        return choose_model(known, wanted, held=held)
     except UserError:
         if len(known) == len(offers):
             raise
-    model, found = choose_model(offers, wanted)
+    model, found = choose_model(offers, wanted, held=held)
     publishers.require(found[0])
     return model, [offer for offer in found if publishers.knows(offer)]

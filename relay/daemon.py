@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,8 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.reachability import ReachBroker
 from swarm.registry.announcer import SequenceNumbers
 from swarm.registry.client import RegistryAddress
+from swarm.registry.gatherer import Gatherer
+from swarm.registry.leaderboard import Ledger
 from swarm.registry.networks import Scope, host_of, scope_of
 from swarm.registry.node import SERVES, RegistryNode, RingMember
 from swarm.token_bucket import TokenBucket
@@ -78,6 +80,7 @@ class RelayConfig:
         addresses: the same as IP literals, for those who call through this relay; empty: of `advertise`.
         ring: registry nodes to form a ring with.
         publishers: whose models may be offered here; None: anybody's.
+        receipts_from: backbones whose receipts count for the leaderboard; none: there is none.
         state: the folder for its sequence numbers; None keeps none.
         limits: what those get whose packets it carries.
         drain_s: how long it goes on for those that it carries packets for, once it is told to end.
@@ -91,6 +94,7 @@ class RelayConfig:
     ring: tuple[RegistryAddress, ...] = ()
     store: Store = Store.AUTO
     publishers: frozenset[NodeId] | None = None
+    receipts_from: frozenset[NodeId] = frozenset()
     state: Path | None = None
     limits: Limits = field(default_factory=Limits)
     drain_s: float = 5.0
@@ -140,6 +144,7 @@ class RelayDaemon:
         )
         self._endpoint: Endpoint | None = None
         self._bridges: SocketBridges | None = None
+        self._gatherer: Gatherer | None = None  # of receipts; None: none count here
         self.http_port = 0
         self._started = now()
         self._announcing: weakref.WeakKeyDictionary[Connection, TokenBucket] = weakref.WeakKeyDictionary()
@@ -179,6 +184,8 @@ class RelayDaemon:
                 ready = await self._open_http(stack, ready)
                 tasks = await stack.enter_async_context(asyncio.TaskGroup())
                 tasks.create_task(member.run())
+                if self._gatherer is not None:
+                    tasks.create_task(self._gatherer.run())
                 on_ready(ready)
                 try:
                     await self._sweep()
@@ -198,7 +205,10 @@ class RelayDaemon:
         from swarm.web.map_server import add_map
 
         join = f"swarm join --experts auto --registry {ready.public or ready.registry}"
-        make_map = RecordMap(self._registry.table, join=join, now=self._now)
+        ledger = Ledger(self._config.receipts_from)
+        make_map = RecordMap(self._registry.table, join=join, now=self._now, ledger=ledger)
+        if ledger.trusted:
+            self._gatherer = Gatherer(ledger, lambda: self._connected(make_map.named()), now=self._now)
         self._bridges = SocketBridges(parse_address(ready.address))
         if self._endpoint is not None:
             self._endpoint.host_behind = self._bridges.host_behind
@@ -215,6 +225,11 @@ class RelayDaemon:
         )
         self.http_port = port
         return replace(ready, http=f"http://{format_address((parse_address(ready.address)[0], port))}")
+
+    def _connected(self, nodes: Collection[NodeId]) -> dict[NodeId, Connection]:
+        """Return an open connection to each of these nodes that has one."""
+        found = [] if self._endpoint is None else self._endpoint.open_connections()
+        return {connection.remote: connection for connection in found if connection.remote in nodes}
 
     async def _sweep(self) -> None:
         expire_at = self._now() + EXPIRE_S

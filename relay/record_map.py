@@ -6,9 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from swarm.registry.records import Record, verify
+from swarm.ids import NodeId
+from swarm.registry.leaderboard import Leaderboard, Ledger
+from swarm.registry.records import ExpertAnnouncement, Record, verify
 from swarm.registry.table import RegistryTable
 from swarm.web.registry_map import map_of_records
+from swarm.wire.receipts import day_of
 
 Json = dict[str, Any]
 
@@ -29,13 +32,15 @@ class RecordMap:
         join: str,
         now: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
+        ledger: Ledger | None = None,
     ) -> None:
-        """`join`: the command that a volunteer types."""
+        """`join`: the command that a volunteer types; `ledger`: the receipts for the leaderboard, None: there is none."""
         self._table = table
         self._join = join
         self._now, self._wall = now, wall
         self._made_at = float("-inf")
         self._map: Json = {}
+        self._leaderboard = None if ledger is None else Leaderboard(ledger)
         self._read: dict[bytes, Record] = {}  # by signature: those of the last map
 
     def __call__(self) -> Json:
@@ -43,8 +48,15 @@ class RecordMap:
         now = self._now()
         if now >= self._made_at + KEPT_S:
             self._made_at = now
-            self._map = map_of_records(self._records(now), wall_now=self._wall(), join=self._join)
+            records, leaderboard = self._records(now), None
+            if self._leaderboard is not None:
+                leaderboard = self._leaderboard(_names(records), now=now, today=day_of(self._wall()))
+            self._map = map_of_records(records, wall_now=self._wall(), join=self._join, leaderboard=leaderboard)
         return self._map
+
+    def named(self) -> set[NodeId]:
+        """Return the peers that show a name now."""
+        return {node for node, name in _names(self._records(self._now())).items() if name}
 
     def _records(self, now: float) -> list[Record]:
         of_models = [self._table.lookup(model, now) for model in self._table.models(now)]
@@ -56,3 +68,7 @@ class RecordMap:
         }
         self._read = read
         return list(read.values())
+
+
+def _names(records: list[Record]) -> dict[NodeId, str]:
+    return {record.node: record.name for record in records if isinstance(record, ExpertAnnouncement)}

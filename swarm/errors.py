@@ -4,6 +4,7 @@
     ├── UserError                 the person's mistake: one line, the next thing to try, exit code 2
     │   ├── UnsupportedModel      a GGUF file we cannot serve correctly
     │   └── EngineUnavailable     no usable llama.cpp library on this machine
+    ├── NotAgreed                 the person was asked and said no; nothing was done
     ├── LocalProtocolError        ours: a message that we must not send now
     ├── RemoteProtocolError       theirs: bytes or behaviour outside the protocol
     │   ├── VersionRefused        no wire version in common
@@ -14,7 +15,8 @@
     │   └── Leaving               this node takes nothing new
     ├── NetworkError              nobody's: unreachable, late, closed
     │   ├── ConnectionLost
-    │   └── DeadlineExceeded
+    │   ├── DeadlineExceeded
+    │   └── SourceUnusable        a web server that will not give the file, however often it is asked
     ├── IntegrityError            bytes on disk or from a source do not match their hash
     ├── ExpertUnavailable         no live holder answered for some experts of a layer
     ├── AuditFailed               a peer was caught after its wrong numbers had gone into what was sent already
@@ -43,6 +45,10 @@ class UnsupportedModel(UserError):
 
 class EngineUnavailable(UserError):
     """No llama.cpp library that fits is installed; the message names the package to install."""
+
+
+class NotAgreed(SwarmError):
+    """A person was asked whether to go on, and said no."""
 
 
 class LocalProtocolError(SwarmError):
@@ -107,6 +113,10 @@ class ConnectionLost(NetworkError):
 
 class DeadlineExceeded(NetworkError):
     """An answer did not come in time."""
+
+
+class SourceUnusable(NetworkError):
+    """A web source does not have the file, does not give it to us, or gives another one now."""
 
 
 class IntegrityError(SwarmError):

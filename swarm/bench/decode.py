@@ -27,7 +27,7 @@ from swarm.backbone.assembly import RunningBackbone
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.stock import StockModel
-from swarm.bench.testbed import PathOptions, Testbed, drawn_round_trips_s, open_testbed
+from swarm.bench.testbed import Link, PathOptions, Testbed, drawn_round_trips_s, open_testbed, require_direct
 from swarm.errors import UserError
 from swarm.speculation.accept import DraftStats
 from swarm.wire.rows import Wire
@@ -47,6 +47,7 @@ class DecodeOptions:
         n_draft: most tokens that a step drafts; 0: one token a step.
         text: a file whose first tokens are the prompt; None: random tokens.
         compares_overlap: decode without overlap too.
+        link: `tls` opens TLS links beside QUIC, `auto` only where the paths are short and clean.
     """
 
     model: Path
@@ -59,6 +60,10 @@ class DecodeOptions:
     n_prompt: int = N_PROMPT
     text: Path | None = None
     compares_overlap: bool = False
+    link: Link = "quic"
+
+    def __post_init__(self) -> None:
+        require_direct(self.link, self.paths)
 
 
 @dataclass(slots=True)
@@ -83,8 +88,11 @@ async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], 
             wire=options.wire,
             paths=options.paths,
             engine=engine,
+            adapt=lambda config: replace(config, tls_links=options.link != "quic"),
         )
         async with opening as testbed, contextlib.AsyncExitStack() as stack:
+            if options.link != "quic":
+                await testbed.open_links(is_forced=options.link == "tls")
             prompt = _prompt(testbed, options)
             running, waiting = testbed.running, None
             if options.compares_overlap:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from swarm.backbone.engine import EngineConfig
 from swarm.bench.routing import draw_weights
 from swarm.bench.synthetic import SyntheticModel
-from swarm.bench.testbed import PathOptions, Testbed, open_testbed
+from swarm.bench.testbed import Link, PathOptions, Testbed, open_testbed, require_direct
 from swarm.bench.transport import measure_star
 from swarm.dispatch.dispatcher import Dispatcher
 from swarm.errors import UserError
@@ -46,7 +46,7 @@ class DispatchOptions:
         skew: exponent of Zipf's law over the experts; 0 draws them evenly.
         n_tokens: rows of one dispatch.
         compares_serial: ask the peers one after the other too; of one token, and only of tokens that need every peer.
-        link: `auto` opens TLS links beside QUIC where the paths are short and clean.
+        link: `tls` opens TLS links beside QUIC, `auto` only where the paths are short and clean.
     """
 
     d_model: int = 2048
@@ -61,11 +61,10 @@ class DispatchOptions:
     n_dispatches: int = 200
     seed: int = 0
     compares_serial: bool = False
-    link: Literal["quic", "auto"] = "quic"
+    link: Link = "quic"
 
     def __post_init__(self) -> None:
-        if self.link != "quic" and not self.paths.is_direct:
-            raise UserError("TLS links are measured without emulated paths, which carry UDP alone: use --rtt 0ms")
+        require_direct(self.link, self.paths)
         if self.compares_serial and not (self.n_tokens == 1 and 1 <= self.n_peers <= self.n_expert_used):
             raise UserError(
                 f"a serial chain is measured with one token that needs every peer: got {self.n_tokens} tokens, "
@@ -120,6 +119,8 @@ async def measure_dispatch(
             adapt=lambda config: replace(config, tls_links=options.link != "quic"),
         )
         async with opening as testbed:
+            if options.link != "quic":
+                await testbed.open_links(is_forced=options.link == "tls")
             figures = await _measure(testbed, options, progress)
             return figures | await _compare(testbed, options, figures)
 
@@ -150,8 +151,10 @@ async def _compare(testbed: Testbed, options: DispatchOptions, figures: dict[str
         beside=once if options.paths.is_direct else None,
     )
     beyond_s, over_bare, over_computing = figures["p50_s"] - figures["compute_s"], None, None
+    beyond_star_s = None
     if star.beside_p50_s is not None:
         beyond_s = star.beside_p50_s - statistics.median(span.compute_s for span in testbed.spans)
+        beyond_star_s = star.beside_p50_s - star.compute_star_p50_s if star.compute_star_p50_s is not None else None
         over_bare = beyond_s / star.quic_star_p50_s
         over_computing = beyond_s / star.quic_beyond_p50_s if star.quic_beyond_p50_s else None
     return {
@@ -162,6 +165,8 @@ async def _compare(testbed: Testbed, options: DispatchOptions, figures: dict[str
         "udp_star_beyond_compute_p50_s": star.udp_beyond_p50_s,
         "tls_star_beyond_compute_p50_s": star.tls_beyond_p50_s,
         "beyond_compute_p50_s": beyond_s,
+        "compute_star_p50_s": star.compute_star_p50_s,
+        "beyond_compute_star_p50_s": beyond_star_s,
         "beyond_compute_over_quic_star": over_bare,
         "beyond_compute_over_computing_quic_star": over_computing,
         "transport": star.library,

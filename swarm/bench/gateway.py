@@ -14,6 +14,7 @@ cache still has all but the last token.
 from __future__ import annotations
 
 import asyncio
+import logging
 import statistics
 import tempfile
 import time
@@ -30,6 +31,8 @@ from swarm.backbone.requests import GenerationRequest, SamplingParams, TokenLogp
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
 from swarm.wire.rows import Wire
 
+logger = logging.getLogger(__name__)
+
 N_PROMPT = 16
 TIE_GAP = 0.2  # of logits: the gate's figure (docs/gate.md)
 N_WARM_UP = 4  # tokens of the first request, which meets cold connections
@@ -44,6 +47,7 @@ class GatewayOptions:
         n_tokens: of each stream.
         n_prefix: tokens of the prompt whose first token is timed cold and warm; 0: none.
         n_compared: tokens of answers that are compared with those of each request alone; 0: none.
+        is_reproducible: as `swarm serve --reproducible`; needs the wire form exact, and as many lanes as slots.
     """
 
     model: Path
@@ -59,6 +63,7 @@ class GatewayOptions:
     n_compared: int = 0
     n_ctx: int = 4096
     fill_wait_s: float = 0.0
+    is_reproducible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,13 @@ async def measure_gateway(options: GatewayOptions, progress: Callable[[int, int]
             n_peers=options.n_peers,
             wire=options.wire,
             paths=options.paths,
-            engine=EngineConfig(n_ctx=options.n_ctx, n_threads=1),
+            engine=EngineConfig(n_ctx=options.n_ctx, n_threads=1, exact_kernels=options.is_reproducible),
+            peer_options=("--exact-kernels",) if options.is_reproducible else (),
             adapt=lambda config: replace(
                 config,
                 n_slots=options.n_slots,
                 n_lanes=options.n_lanes,
-                serving=ServingConfig(fill_wait_s=options.fill_wait_s),
+                serving=ServingConfig(fill_wait_s=options.fill_wait_s, is_reproducible=options.is_reproducible),
             ),
         )
         async with opening as testbed:
@@ -151,13 +157,20 @@ async def _tokens(backbone: Backbone, request: GenerationRequest) -> list[TokenL
 
 
 def compared(together: Sequence[Sequence[TokenLogprob]], alone: Sequence[Sequence[TokenLogprob]]) -> dict[str, Any]:
-    """Return how many answers are the same, and of the others by how much the better token led where they differ first."""
+    """Return how many answers are the same, and of the others by how much the better token led where they differ first.
+
+    Each difference is logged: one at a tie for information, another as a warning.
+    """
     gaps = []
-    for ours, reference in zip(together, alone, strict=True):
-        for mine, other in zip(ours, reference, strict=True):
+    for answer, (ours, reference) in enumerate(zip(together, alone, strict=True)):
+        for index, (mine, other) in enumerate(zip(ours, reference, strict=True)):
             if mine.piece != other.piece:
                 (_, best), (_, second) = other.likeliest
-                gaps.append(best - second)
+                gap = best - second
+                gaps.append(gap)
+                level = logging.INFO if gap <= TIE_GAP else logging.WARNING
+                text = "answer %d differs from the one it has alone from token %d on, where the best logit led by %.3f"
+                logger.log(level, text, answer, index, gap)
                 break
     return {
         "n_compared_answers": len(alone),
@@ -204,6 +217,7 @@ def _figures(
         "n_tokens": options.n_tokens,
         "n_repetitions": options.n_repetitions,
         "fill_wait_s": options.fill_wait_s,
+        "is_reproducible": options.is_reproducible,
         "aggregate_tokens_per_s": aggregate,
         "single_tokens_per_s": single,
         "scaling": aggregate / single,

@@ -7,12 +7,15 @@ all of them -> relay, directly: the registry is not on a token's way
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -23,13 +26,14 @@ from swarm.emulation.hub import EmulatedPaths, EmulatorStats
 from swarm.emulation.link import NS_PER_S, LinkSpec
 from swarm.emulation.path import PathSpec
 from swarm.emulation.processes import LocalSwarm, contiguous_shares
-from swarm.errors import UserError
+from swarm.errors import SwarmError, UserError
 from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, format_index_set
 from swarm.model.gguf_file import GgufFile
 from swarm.model.spec import read_spec
 from swarm.net.addresses import format_address
+from swarm.net.fast_links import CHECK_S
 from swarm.net.repair import MIN_SPACING_S
 from swarm.registry.client import parse_registry
 from swarm.wire.rows import Wire
@@ -40,6 +44,14 @@ PAYLOAD_FROM_BYTES = 200  # IP packets at least this large carry rows; acknowled
 # longer, its end is left out: the bound may only get smaller by that.
 COPIES_AFTER_S = 0.95 * MIN_SPACING_S
 BACKBONE_LINK = "backbone"
+LINKS_TIMEOUT_S = 6.0  # to open a TLS link to each peer: a dial's own timeout and some looks
+Link = Literal["quic", "tls", "auto"]
+
+
+def require_direct(link: Link, paths: PathOptions) -> None:
+    """Raise UserError for TLS links over emulated paths."""
+    if link != "quic" and not paths.is_direct:
+        raise UserError("TLS links are measured without emulated paths, which carry UDP alone: use --rtt 0ms")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +117,23 @@ class Testbed:
                 await self.hub.access(host, LinkSpec(rate_bit_s=paths.rate_bit_s))
         for index, front in enumerate(self.fronts):
             await self.hub.change(front, paths.spec(index))
+
+    async def open_links(self, *, is_forced: bool) -> None:
+        """Return once the backbone has a TLS link to every peer, or, unless it is forced, after a while without.
+
+        Raises:
+            SwarmError: it is forced, and not every link can be opened.
+        """
+        links, holders = self.running.dispatcher.links, self.running.holders
+        assert links is not None, "open_testbed was not asked for links"
+        links.is_forced = is_forced
+        nodes, until = holders.placement.destinations, time.monotonic() + LINKS_TIMEOUT_S
+        while links.n_open < len(nodes) and time.monotonic() < until:
+            for node in nodes:
+                links.best(node, await holders.connection(node))
+            await asyncio.sleep(CHECK_S)
+        if is_forced and links.n_open < len(nodes):
+            raise SwarmError(f"TLS links could be opened to {links.n_open} of {len(nodes)} peers")
 
     @contextlib.asynccontextmanager
     async def add_backbone(self, engine: EngineConfig) -> AsyncIterator[RunningBackbone]:

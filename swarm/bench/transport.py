@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from swarm.bench.bare_links import BareLink, QuicSocket, TlsStreams, UdpSocket
+from swarm.bench.bare_links import HEAD, BareLink, QuicSocket, TlsStreams, UdpSocket
 from swarm.bench.star_member import TAG
 from swarm.errors import SwarmError
 from swarm.identity import Identity
@@ -46,6 +46,8 @@ class StarReport:
         ratio: endpoint / quic, the median of the ratios of each repetition.
         compute_s: what each member computed in the figures with `beyond`; None where there were none.
         quic_beyond_p50_s, udp_beyond_p50_s, tls_beyond_p50_s: the same less `compute_s`, to compare a layer that computes with.
+        compute_star_p50_s: what `n_members` computations at once, of `compute_s` each, take on this machine's cores: a star of
+            empty datagrams whose members compute, less one whose members do not.
         beside_p50_s: of what was measured in turn with the stars.
         bytes_out_per_member, bytes_back_per_member: UDP payload of ours per dispatch, acknowledgements included.
     """
@@ -64,6 +66,7 @@ class StarReport:
     quic_beyond_p50_s: float | None
     udp_beyond_p50_s: float | None
     tls_beyond_p50_s: float | None
+    compute_star_p50_s: float | None
     beside_p50_s: float | None
     bytes_out_per_member: float
     bytes_back_per_member: float
@@ -174,9 +177,11 @@ async def measure_star(
         async def ours() -> None:
             await asyncio.gather(*(each.request(request, timeout_s=ANSWER_TIMEOUT_S) for each in connections))
 
-        def bare(links: Sequence[BareLink], busy_us: int = 0) -> Callable[[], Awaitable[None]]:
+        def bare(
+            links: Sequence[BareLink], busy_us: int = 0, sizes: tuple[int, int] = (size_out, size_back)
+        ) -> Callable[[], Awaitable[None]]:
             async def once() -> None:
-                await asyncio.gather(*(each.echo(size_out, size_back, busy_us) for each in links))
+                await asyncio.gather(*(each.echo(*sizes, busy_us) for each in links))
 
             return once
 
@@ -187,6 +192,8 @@ async def measure_star(
                 f"{name}, busy": bare(links, busy_us)
                 for name, links in (("quic", quic_links), ("udp", udp_links), ("tls", tls_links))
             }
+            empty = (HEAD.size, HEAD.size)
+            kinds |= {"empty": bare(udp_links, 0, empty), "empty, busy": bare(udp_links, busy_us, empty)}
         if beside is not None:
             kinds["beside"] = beside
         times: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -215,6 +222,9 @@ async def measure_star(
             quic_beyond_p50_s=None if compute_s is None else statistics.median(times["quic, busy"]) - compute_s,
             udp_beyond_p50_s=None if compute_s is None else statistics.median(times["udp, busy"]) - compute_s,
             tls_beyond_p50_s=None if compute_s is None else statistics.median(times["tls, busy"]) - compute_s,
+            compute_star_p50_s=None
+            if compute_s is None
+            else statistics.median(times["empty, busy"]) - statistics.median(times["empty"]),
             beside_p50_s=None if beside is None else statistics.median(times["beside"]),
             bytes_out_per_member=(endpoint.bytes_sent - sent) / n,
             bytes_back_per_member=(endpoint.bytes_received - received) / n,

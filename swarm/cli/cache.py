@@ -25,6 +25,8 @@ app = typer.Typer(
 
 WHAT = {
     "blocks": "experts that were fetched",
+    "headers": "headers of models on the web",
+    "models": "models that were fetched whole",
     "backbones": "models without their experts, for serve",
     "manifests": "hashes of models",
     "backbone_hashes": "hashes of models",

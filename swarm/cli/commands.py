@@ -22,6 +22,7 @@ COMMANDS = {
     "trace": ("swarm.cli.trace", "trace"),
     "relay": ("swarm.cli.relay", "relay"),
     "peers": ("swarm.cli.peers", "peers"),
+    "receipts": ("swarm.cli.receipts", "app"),
     "doctor": ("swarm.cli.doctor", "doctor"),
     "cache": ("swarm.cli.cache", "app"),
     "key": ("swarm.cli.key", "app"),

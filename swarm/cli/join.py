@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from pathlib import Path
@@ -9,6 +10,9 @@ from typing import Annotated
 
 import typer
 
+from swarm.cli.join_plan import Consent, write_first_config
+from swarm.cli.join_status import Rates, shown
+from swarm.cli.live import LiveLines, Shown
 from swarm.cli.options import (
     AdvertiseOption,
     DeviceOption,
@@ -25,8 +29,9 @@ from swarm.cli.options import (
     settle_device,
     settle_place,
 )
-from swarm.cli.registries import confirm, settle_registries
-from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
+from swarm.cli.question import confirm, is_person_there
+from swarm.cli.registries import settle_registries
+from swarm.cli.runtime import ProgressBars, err, give_memory_back, out, print_json, run_daemon, tame_openmp
 from swarm.cli.service import install_unit, join_unit
 from swarm.cli.slice_file import read_slice_file
 from swarm.errors import UserError
@@ -37,6 +42,7 @@ from swarm.net.addresses import is_loopback
 from swarm.registry.client import DEFAULT_REGISTRY
 from swarm.registry.publishers import Publishers, own_publishers
 from swarm.registry.record_fields import public_name
+from swarm.sources.locations import is_web_name
 from swarm.units import parse_size_bytes
 
 
@@ -67,8 +73,9 @@ def join(
         str | None,
         typer.Option(
             "--model",
-            metavar="FILE|NAME",
-            help="A GGUF file, or a slice of `swarm split`, to take the experts from; or which model to fetch them of.",
+            metavar="FILE|URL|NAME",
+            help="A GGUF file, or a slice of `swarm split`, to take the experts from: a path, https://host/file.gguf or "
+            "hf://owner/repo/file.gguf, of which only these experts are fetched. Or which of the registry's models.",
             show_default="the registry's only model",
         ),
     ] = None,
@@ -86,9 +93,9 @@ def join(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="With --experts auto: most memory to use, like 8GB. A move to other experts takes twice as much for a while, "
-            "if it is free.",
-            show_default="half of what is free",
+            help="Most memory to use, like 8GB; --experts auto takes what fits. A move to other experts takes twice as much for "
+            "a while, if it is free.",
+            show_default="with auto, half of what is free",
         ),
     ] = None,
     disk: Annotated[
@@ -96,8 +103,8 @@ def join(
         typer.Option(
             "--disk",
             metavar="SIZE",
-            help="With --experts auto: most disk space for fetched experts.",
-            show_default="nine tenths of what is free",
+            help="Most disk space for fetched experts of the model.",
+            show_default="with auto, nine tenths of what is free",
         ),
     ] = None,
     registry: RegistryOption = DEFAULT_REGISTRY,
@@ -140,6 +147,18 @@ def join(
     ] = None,
     name: NameOption = "",
     location: LocationOption = None,
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes",
+            "-y",
+            help="Join without being asked whether the plan is wanted. Nobody is asked either where there is no terminal; "
+            "an unknown publisher is trusted by --publisher alone.",
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show no status while serving; warnings are told all the same.")
+    ] = False,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
     plant_fault: Annotated[str | None, typer.Option("--plant-fault", metavar="LAYER:EXPERT", hidden=True)] = None,
@@ -148,11 +167,11 @@ def join(
     tls_links: Annotated[
         bool,
         typer.Option(
-            "--tls-links",
+            "--tls-links/--no-tls-links",
             help="Accept TLS links (TCP, on the number of the UDP port) from backbones that are connected over QUIC: "
-            "less processor time on paths of a few milliseconds. Not with caps on traffic.",
+            "less processor time on paths of a few milliseconds.",
         ),
-    ] = False,
+    ] = True,
 ) -> None:
     """Give part of this machine: hold some experts of a model and compute them for others.
 
@@ -168,17 +187,16 @@ def join(
         _make_service(service, folders)
         return
     identity = Identity.claim(folders.config, "join")
-    file = Path(model) if model and (model.endswith(".gguf") or Path(model).is_file()) else None
+    url = model if model and is_web_name(model) else None
+    file = Path(model) if model and not url and (model.endswith(".gguf") or Path(model).is_file()) else None
     wanted_experts: frozenset[int] | ExpertSet | AutoExperts | None
     if experts == "auto" and slice_file is None:
         wanted_experts = AutoExperts(
             memory_bytes=None if memory is None else parse_size_bytes(memory, "--memory"),
             disk_bytes=None if disk is None else parse_size_bytes(disk, "--disk"),
         )
-    elif memory is not None or disk is not None:
-        raise UserError("--memory and --disk bound what --experts auto chooses: give --experts auto, or leave them out")
     else:
-        wanted_experts = _parse_experts(experts, layers, slice_file, is_optional=file is not None)
+        wanted_experts = _parse_experts(experts, layers, slice_file, is_optional=file is not None or url is not None)
     wanted_layers = parse_index_set(layers, "layers") if layers else None
     advertised = settle_advertise(advertise)
     place = settle_place(location)
@@ -190,18 +208,27 @@ def join(
     tame_openmp()
     give_memory_back()
 
+    def draw(what: str, n_done: int, n_total: int, *, is_bytes: bool = False) -> None:
+        if not ready_said.is_set():  # later, when it moves to scarcer experts, the status stands there
+            bars.update(what, n_done, n_total, is_bytes=is_bytes)
+
     class Bars(Progress):
         def hashing(self, n_done: int, n_total: int) -> None:
-            bars.update("hashing the model", n_done, n_total, is_bytes=True)
+            draw("hashing the model", n_done, n_total, is_bytes=True)
 
         def fetching(self, n_done: int, n_total: int) -> None:
-            bars.update("fetching experts", n_done, n_total)
+            draw("fetching experts", n_done, n_total, is_bytes=True)
 
         def loading(self, n_done: int, n_total: int) -> None:
-            bars.update("checking and loading", n_done, n_total)
+            draw("checking and loading", n_done, n_total)
+
+        def leaving(self) -> None:
+            if is_person_there() and not as_json:
+                err.print("Leaving: what is under way is finished. Ctrl-C again leaves at once.", highlight=False)
 
     def on_ready(ready: PeerReady) -> None:
         ready_said.set()
+        is_ready.set()
         bars.__exit__()
         if as_json:
             print_json(
@@ -218,6 +245,8 @@ def join(
             how = "" if ready.reach == "unknown" else f" ({ready.reach}; swarm doctor says more)"
             out.print(f"Joined as {ready.node[:8]} at {ready.address}{how}", highlight=False)
             out.print(f"with {ready.experts} of {ready.model}. Thank you! Ctrl-C leaves.", highlight=False)
+        if consent.is_first_agreed:
+            write_first_config(folders, registry=None if registry == DEFAULT_REGISTRY else registry)
 
     async def main() -> None:
         registries = await settle_registries(registry, folders)
@@ -233,7 +262,8 @@ def join(
             experts=wanted_experts,
             layers=wanted_layers,
             model_file=file,
-            model=None if file else model,
+            model_url=url,
+            model=None if file or url else model,
             publishers=publishers,
             host=host,
             port=port,
@@ -243,6 +273,8 @@ def join(
             exact_kernels=exact_kernels,
             fault=fault,
             disk_bytes_per_s=disk_bytes_per_s,
+            memory_bytes=None if memory is None else parse_size_bytes(memory, "--memory"),
+            disk_bytes=None if disk is None else parse_size_bytes(disk, "--disk"),
             max_upload_bytes_s=None if max_upload is None else parse_size_bytes(max_upload, "--max-upload"),
             max_download_bytes_s=None if max_download is None else parse_size_bytes(max_download, "--max-download"),
             schedule=hours,
@@ -250,10 +282,34 @@ def join(
             name=public_name(name),
             place=place,
             is_relays_only=relays_only,
+            is_watched=not quiet,
             tls_links=tls_links,
         )
-        await PeerDaemon(config, identity, Bars()).run(on_ready)
+        daemon, rates = PeerDaemon(config, identity, Bars(), agree=consent), Rates()
 
+        def look() -> Shown:
+            report = daemon.report()
+            return shown(report, rates.update(report))
+
+        async def show() -> None:
+            await is_ready.wait()
+            await LiveLines(look, as_json=as_json, is_quiet=quiet).run()
+
+        async with asyncio.TaskGroup() as tasks:
+            showing = tasks.create_task(show())
+            try:
+                await daemon.run(on_ready)
+            finally:
+                showing.cancel()
+
+    is_ready = asyncio.Event()
+    consent = Consent(
+        folders,
+        is_given=yes,
+        as_json=as_json,
+        on_ask=lambda: bars.__exit__(),
+        is_person_there=lambda: not until_eof and is_person_there(),
+    )
     with ProgressBars() as bars:
         run_daemon(main(), until_eof=until_eof, is_ready=ready_said.is_set)
 

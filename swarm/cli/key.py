@@ -86,7 +86,7 @@ def restore(
 
 @app.command()
 def rotate(role: RoleArgument) -> None:
-    """Make a new key: a new node, that nobody knows yet. The old key is kept beside it."""
+    """Make a new key: a new node, that nobody knows yet and that has contributed nothing. The old key is kept beside it."""
     path = _path(role)
     _read(path)
     _require_free(role)

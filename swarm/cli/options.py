@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from swarm.errors import UserError
+from swarm.ids import NodeId
 from swarm.net.addresses import format_address, parse_address, resolve
 
 RegistryOption = Annotated[
@@ -67,8 +68,22 @@ LocationOption = Annotated[
         show_default="none is shown",
     ),
 ]
+ReceiptsFromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--receipts-from",
+        metavar="NODEID[,NODEID...]",
+        help="Backbones whose receipts count for the leaderboard: whoever runs one can sign for its own peers what it likes.",
+        show_default=False,
+    ),
+]
 UntilEofOption = Annotated[bool, typer.Option("--until-eof", hidden=True, help="Leave when standard input closes.")]
 ModelFileArgument = Annotated[Path, typer.Option("--model", metavar="FILE", help="GGUF file of the model.")]
+
+
+def settle_nodes(text: str | None) -> frozenset[NodeId]:
+    """Return the nodes of a comma list of node ids; none of None. Raises UserError."""
+    return frozenset() if text is None else frozenset(NodeId.parse(each.strip()) for each in text.split(","))
 
 
 def settle_place(text: str | None) -> tuple[int, int] | None:

@@ -1,29 +1,37 @@
-"""`swarm peers`: who is there, with what, and whether a model is complete."""
+"""`swarm peers`: who is there, with what, whether a model is complete, and who has done how much."""
 
 from __future__ import annotations
 
 import asyncio
 import datetime
 import json
-from typing import Any
+import time
+from collections.abc import Collection
+from typing import Annotated, Any
 
+import typer
 from rich.table import Table
 from rich.text import Text
 
-from swarm.cli.options import JsonOption, RegistryOption
+from swarm.cli.options import JsonOption, ReceiptsFromOption, RegistryOption, settle_nodes
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import out, print_json, run_async
 from swarm.dispatch.audit_standing import MAX_REASON, Verdict
 from swarm.errors import SwarmError
 from swarm.files import Folders
 from swarm.identity import Identity
-from swarm.ids import format_index_set, parse_index_set
+from swarm.ids import NodeId, format_index_set, parse_index_set
+from swarm.net.addresses import is_loopback
 from swarm.net.endpoint import Endpoint
 from swarm.net.path_finder import PathFinder
 from swarm.net.pool import Pool
 from swarm.registry.client import DEFAULT_REGISTRY, RegistryAddress, RegistryClient
+from swarm.registry.leaderboard import Leaderboard, Ledger
+from swarm.registry.names import shown_name
+from swarm.registry.publishers import Publishers, own_publishers
 from swarm.registry.records import MAX_PAIRS, ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
+from swarm.wire.receipts import day_of
 
 ASK_TIMEOUT_S = 2.0
 SETTLE_S = 2.0  # for a punched hole: what a backbone that stays would use
@@ -35,11 +43,25 @@ SHOWN_VERDICT: dict[str, type] = {"node": str, "verdict": str, "n_passed": int, 
 SHOWN_STATUS: dict[str, type | tuple[type, ...]] = {"n_assignments": int, "version": str, "uptime_s": (int, float)}
 
 
-def peers(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = False) -> None:
+def peers(
+    registry: RegistryOption = DEFAULT_REGISTRY,
+    leaderboard: Annotated[
+        bool,
+        typer.Option(
+            "--leaderboard",
+            help="Who has computed how much in the last days, among those who show a name; no more than that.",
+        ),
+    ] = False,
+    receipts_from: ReceiptsFromOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the models on offer, the peers that hold their experts, and what is missing."""
-    report = run_async(_report(registry))
+    report = run_async(_report(registry, settle_nodes(receipts_from)))
     if as_json:
         print_json(report)
+        return
+    if leaderboard:
+        _print_leaderboard(report["leaderboard"])
         return
     if not report["models"]:
         out.print("The registry knows no model and no peer yet.")
@@ -47,8 +69,9 @@ def peers(registry: RegistryOption = DEFAULT_REGISTRY, as_json: JsonOption = Fal
         _print_model(model)
 
 
-async def _report(registry: str) -> dict[str, Any]:
-    nodes: tuple[RegistryAddress, ...] = await settle_registries(registry, Folders.from_environment())
+async def _report(registry: str, counted: Collection[NodeId] = ()) -> dict[str, Any]:
+    folders = Folders.from_environment()
+    nodes: tuple[RegistryAddress, ...] = await settle_registries(registry, folders)
     async with Endpoint(Identity.generate()) as endpoint, PathFinder(endpoint, takes_calls=False) as finder:
         client = RegistryClient(finder, nodes)
         pool = Pool(endpoint, finder)
@@ -57,7 +80,8 @@ async def _report(registry: str) -> dict[str, Any]:
             holders = [record for record in records if isinstance(record, ExpertAnnouncement)]
             offers = [record for record in records if isinstance(record, ModelOffer)]
             limit = asyncio.Semaphore(MAX_ASKED_AT_ONCE)
-            shown = await asyncio.gather(*(_ask(pool, holder, limit) for holder in holders))
+            ledger = Ledger(counted or trusted_backbones(folders, nodes, offers))
+            shown = await asyncio.gather(*(_ask(pool, holder, limit, ledger) for holder in holders))
             for each in await asyncio.gather(*(_ask_backbone(pool, offer, limit) for offer in offers)):
                 _add_verdicts(shown, each)
         finally:
@@ -83,12 +107,29 @@ async def _report(registry: str) -> dict[str, Any]:
                 "missing": _missing(offer, reachable) if offer else None,
             }
         )
-    return {"models": models}
+    names = {holder.node: holder.name for holder in holders}
+    return {"models": models, "leaderboard": Leaderboard(ledger)(names, now=0.0, today=day_of(time.time()))}
 
 
-async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore) -> dict[str, Any]:
+def trusted_backbones(
+    folders: Folders, registry: Collection[RegistryAddress], offers: Collection[ModelOffer]
+) -> frozenset[NodeId]:
+    """Return whose receipts this person counts where none are named: those whose models this machine would take part in."""
+    publishers = Publishers(
+        folders.config / "known_publishers",
+        given=own_publishers(folders.config),
+        is_registry_here=all(is_loopback(each.address[0]) for each in registry),
+    )
+    return frozenset(offer.node for offer in offers if publishers.knows(offer))
+
+
+async def _ask(
+    pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore, ledger: Ledger | None = None
+) -> dict[str, Any]:
+    """Return how a peer is; its receipts go into `ledger`."""
     shown: dict[str, Any] = {
         "node": str(holder.node),
+        "name": shown_name(holder.name),
         "addresses": list(holder.addresses),
         "experts": [list(group) for group in holder.experts.grouped()],
         "exact_kernels": holder.exact_kernels,
@@ -107,6 +148,8 @@ async def _ask(pool: Pool, holder: ExpertAnnouncement, limit: asyncio.Semaphore)
             shown |= {"path": report.path, "is_relayed": report.is_relayed, "why_relayed": report.why_relayed}
         if isinstance(status, dict):
             shown |= {key: status[key] for key, kind in SHOWN_STATUS.items() if isinstance(status.get(key), kind)}
+            if ledger is not None and "receipts" in status:
+                ledger.present(holder.node, status["receipts"], day_of(time.time()))
     except (SwarmError, ValueError, RecursionError) as error:  # the status is untrusted JSON
         shown["error"] = str(error)
     return shown
@@ -183,6 +226,23 @@ def _missing(offer: ModelOffer, holders: list[ExpertAnnouncement]) -> dict[str, 
         if absent:
             missing[str(layer)] = format_index_set(absent)
     return missing
+
+
+def _print_leaderboard(board: dict[str, Any] | None) -> None:
+    if board is None:
+        out.print(
+            "No backbone here is known to you, so nobody's receipts count: name some with --receipts-from NODEID."
+        )
+        return
+    table = Table(title=f"The last {board['days']} days", title_justify="left", box=None, padding=(0, 1))
+    for column in ("", "name", "node", "points", "rows", "pairs"):
+        table.add_column(column, justify="right" if column in ("", "points", "rows", "pairs") else "left")
+    for number, row in enumerate(board["rows"], 1):
+        counts = (f"{row[key]:,}" for key in ("points", "rows", "pairs"))
+        table.add_row(str(number), Text(row["name"]), row["short"], *counts)
+    out.print(table)
+    counted_by = ", ".join(node[:8] for node in board["counted_by"])
+    out.print(f"Counted by {counted_by}. Listed is who joined with --name.", highlight=False)
 
 
 def _state_of(peer: dict[str, Any]) -> str:

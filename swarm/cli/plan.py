@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from swarm.cli.options import JsonOption
 from swarm.cli.runtime import out, print_json
 from swarm.errors import UserError
 from swarm.plan.calibration import Calibration, parse_calibration
-from swarm.plan.planner import Plan, PlanInputs, make_plan
+from swarm.plan.planner import LINK_SOFTWARE_S, Plan, PlanInputs, make_plan, usual_link
 from swarm.plan.roofline import Device
 from swarm.plan.shape import ModelShape, parse_shape, shape_of_file
 from swarm.plan.verdict import Skipping
@@ -22,6 +23,14 @@ from swarm.units import parse_duration_s, parse_rate_bit_s, parse_size_bytes
 MAX_CALIBRATION_BYTES = 64 << 20
 _FLOPS = re.compile(r"(\d{1,15}(?:\.\d{1,12})?)(M|G|T|P)FLOPS?")
 _FLOP_UNITS = {"M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+
+
+class LinkKind(StrEnum):
+    """What carries dispatches."""
+
+    AUTO = "auto"
+    QUIC = "quic"
+    TLS = "tls"
 
 
 def plan(
@@ -55,9 +64,18 @@ def plan(
     ] = None,
     draft: Annotated[int, typer.Option("--draft", min=1, help="Drafted tokens for the break-even.")] = 4,
     draft_cost: Annotated[str, typer.Option("--draft-cost", metavar="TIME", help="Cost of drafting them.")] = "0ms",
+    link: Annotated[
+        LinkKind,
+        typer.Option("--link", help="What carries dispatches; auto: tls where every round trip is at most 10 ms."),
+    ] = LinkKind.AUTO,
     software: Annotated[
-        str, typer.Option("--software", metavar="TIME", help="Software cost of one layer's dispatch and combine.")
-    ] = "1.4ms",
+        str | None,
+        typer.Option(
+            "--software",
+            metavar="TIME",
+            help="Software cost of one layer's dispatch and combine; by --link: 1.4ms, 0.65ms.",
+        ),
+    ] = None,
     flops: Annotated[
         str, typer.Option("--flops", metavar="RATE", help="What each machine computes: 400GFLOP, 900TFLOP a second.")
     ] = "400GFLOP",
@@ -84,19 +102,21 @@ def plan(
 
     The keys of --json are listed in the docstring of swarm.plan.planner; formulas and examples are in docs/planner.md.
     """
+    rtts_s = tuple(parse_duration_s(each, "--rtt") for each in rtt.split(","))
+    kind = usual_link(rtts_s) if link is LinkKind.AUTO else link.value
     inputs = PlanInputs(
         shape=_shape(model),
         n_tokens=tokens,
         n_peers=peers or devices or 3,
         n_devices=devices,
         experts_per_peer=experts_per_peer,
-        rtts_s=tuple(parse_duration_s(each, "--rtt") for each in rtt.split(",")),
+        rtts_s=rtts_s,
         rate_bit_s=_parse_rate(rate),
         wire=wire,
         local_share=local,
         n_draft=draft,
         draft_s=parse_duration_s(draft_cost, "--draft-cost"),
-        software_s=parse_duration_s(software, "--software"),
+        software_s=LINK_SOFTWARE_S[kind] if software is None else parse_duration_s(software, "--software"),
         device=_device(flops, memory_rate),
         here_memory_bytes=parse_size_bytes(here_memory, "--here-memory"),
         ssd_bytes_per_s=_per_second(ssd_rate, "--ssd-rate"),
@@ -244,6 +264,13 @@ def _print(made: Plan) -> None:
         ],
     )
     _print_wires(made)
+    out.print(
+        "By kind of link: "
+        + ", ".join(
+            f"{each.link} {_time(each.step_s)} (software {_time(each.software_s)} a layer)" for each in made.by_link
+        )
+        + "."
+    )
     first = made.by_rate[0]
     for at in made.by_rate:
         change = (

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import typer
-
+from swarm.cli.question import confirm as confirm
 from swarm.errors import NetworkError, RemoteProtocolError, UserError
 from swarm.files import Folders, read_lines, write_atomically
 from swarm.identity import Identity
@@ -16,13 +14,6 @@ from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address, resolve
 from swarm.net.endpoint import Endpoint
 from swarm.registry.client import RegistryAddress, parse_registry
-
-
-def confirm(question: str) -> bool:
-    """Return what the person at the terminal answers; no where there is none."""
-    if not sys.stdin.isatty():
-        return False
-    return typer.confirm(question, err=True)
 
 
 class KnownRegistries:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from swarm.cli.options import HostOption, JsonOption, PortOption, UntilEofOption
+from swarm.cli.options import HostOption, JsonOption, PortOption, ReceiptsFromOption, UntilEofOption, settle_nodes
 from swarm.cli.registries import settle_registries
 from swarm.cli.runtime import log_as_json, out, print_json, run_daemon
 from swarm.errors import UserError
@@ -57,6 +57,7 @@ def relay(
             show_default="anybody's",
         ),
     ] = None,
+    receipts_from: ReceiptsFromOption = None,
     http: Annotated[
         str,
         typer.Option(
@@ -144,6 +145,7 @@ def relay(
     folders = Folders.from_environment()
     advertised = None if advertise is None else format_address(parse_address(advertise))
     allowed = None if publishers is None else frozenset(NodeId.parse(each.strip()) for each in publishers.split(","))
+    counted = settle_nodes(receipts_from) or allowed or frozenset()  # who may publish is trusted to count, too
     limits = Limits(
         channel_bit_s=parse_rate_bit_s(channel_rate, "--channel-rate"),
         node_bit_s=parse_rate_bit_s(node_rate, "--node-rate"),
@@ -184,6 +186,7 @@ def relay(
             ring=() if ring is None else await settle_registries(ring, folders),
             store=Store(store),
             publishers=allowed,
+            receipts_from=counted,
             state=folders.state,
             limits=limits,
             drain_s=drain_s,

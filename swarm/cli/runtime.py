@@ -20,10 +20,14 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
+    TransferSpeedColumn,
 )
+from rich.text import Text
 
 T = TypeVar("T")
 
@@ -157,6 +161,20 @@ def print_json(value: object) -> None:
     print(json.dumps(value), flush=True)
 
 
+class _Amount(ProgressColumn):
+    """How much is done: of bytes also how fast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes, self._speed, self._count = DownloadColumn(), TransferSpeedColumn(), MofNCompleteColumn()
+
+    def render(self, task: Task) -> Text:
+        """Return it for one bar."""
+        if not task.fields.get("is_bytes"):
+            return self._count.render(task)
+        return Text(" ").join([self._bytes.render(task), self._speed.render(task)])
+
+
 class ProgressBars:
     """Progress of long work on stderr: bars on a terminal, a line now and then elsewhere. Use as a context manager."""
 
@@ -173,6 +191,8 @@ class ProgressBars:
     def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._bars.stop()
+            self._bars = None  # a later `update` begins anew
+            self._tasks.clear()
 
     def update(self, what: str, n_done: int, n_total: int, *, is_bytes: bool = False) -> None:
         """Show that `n_done` of `n_total` are done; may be called from any thread."""
@@ -186,11 +206,10 @@ class ProgressBars:
                 self._told[what] = share
             return
         if self._bars is None:
-            count = DownloadColumn() if is_bytes else MofNCompleteColumn()
             self._bars = Progress(
-                TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn(), console=err
+                TextColumn("{task.description}"), BarColumn(), _Amount(), TimeRemainingColumn(), console=err
             )
             self._bars.start()
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=n_total)
+        if what not in self._tasks:  # what an earlier run has done counts for no rate
+            self._tasks[what] = self._bars.add_task(what, total=n_total, completed=n_done, is_bytes=is_bytes)
         self._bars.update(self._tasks[what], completed=n_done, total=n_total)

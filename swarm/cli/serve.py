@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -28,6 +29,7 @@ from swarm.cli.gateway_options import (
     TlsKeyOption,
     settle_gateway,
 )
+from swarm.cli.live import LiveLines
 from swarm.cli.options import (
     AdvertiseOption,
     DeviceOption,
@@ -37,15 +39,19 @@ from swarm.cli.options import (
     JsonOption,
     LocationOption,
     PortOption,
+    ReceiptsFromOption,
     RegistryOption,
     ThreadsOption,
     UntilEofOption,
     settle_advertise,
     settle_device,
+    settle_nodes,
     settle_place,
 )
 from swarm.cli.registries import settle_registries
-from swarm.cli.runtime import ProgressBars, give_memory_back, out, print_json, run_daemon, tame_openmp
+from swarm.cli.runtime import ProgressBars, err, give_memory_back, out, print_json, run_daemon, tame_openmp
+from swarm.cli.serve_status import reporter
+from swarm.cli.serve_status import shown as status_shown
 from swarm.cli.serving_options import (
     DEFAULT_DRAIN,
     DEFAULT_PREFIX_CACHE,
@@ -58,6 +64,7 @@ from swarm.cli.serving_options import (
     LanesOption,
     PrefixCacheOption,
     QueueOption,
+    ReproducibleOption,
     RequestTimeoutOption,
     SlotsOption,
     settle_serving,
@@ -75,6 +82,7 @@ from swarm.model.block_store import BlockStore
 from swarm.net.addresses import format_address, is_loopback, parse_address
 from swarm.net.pool import Pool
 from swarm.registry.client import DEFAULT_REGISTRY, RegistryClient
+from swarm.sources.locations import is_web_name, is_worth_telling, locate, public_sources
 from swarm.units import parse_size_bytes
 from swarm.web.backbone_map import BackboneMap
 from swarm.wire.rows import Wire, WireForm, parse_wire
@@ -89,8 +97,23 @@ SHUTDOWN_TIMEOUT_S = 3.0  # for the last bytes of answers, once all are drained 
 
 def serve(
     model: Annotated[
-        Path, typer.Option("--model", metavar="FILE", help="GGUF file, or a backbone.gguf with its manifest.json.")
+        str,
+        typer.Option(
+            "--model",
+            metavar="FILE|URL",
+            help="GGUF file, or a backbone.gguf with its manifest.json; https://host/file.gguf or hf://owner/repo/file.gguf "
+            "is fetched whole first.",
+        ),
     ],
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            metavar="URL",
+            help="Where the same model is on the web, https:// or hf://: volunteers fetch their experts there. Repeatable.",
+            show_default="--model, if it is such a name; those that backbone.gguf carries",
+        ),
+    ] = None,
     gateway: GatewayOption = DEFAULT_GATEWAY,
     wire: Annotated[
         str | None,
@@ -126,6 +149,7 @@ def serve(
     port: PortOption = 0,
     advertise: AdvertiseOption = None,
     exact_kernels: ExactKernelsOption = False,
+    reproducible: ReproducibleOption = False,
     peers_allow: Annotated[
         str | None,
         typer.Option(
@@ -179,6 +203,8 @@ def serve(
     tls_key: TlsKeyOption = None,
     max_body: MaxBodyOption = DEFAULT_MAX_BODY,
     location: LocationOption = None,
+    receipts_from: ReceiptsFromOption = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no status on the terminal while serving.")] = False,
     as_json: JsonOption = False,
     until_eof: UntilEofOption = False,
 ) -> None:
@@ -186,12 +212,15 @@ def serve(
     folders = Folders.from_environment()
     identity = Identity.claim(folders.config, "serve")
     asked = parse_wire(wire) if wire else None
+    if reproducible:
+        exact_kernels, asked = True, settle_exact(asked)
     allowed_peers = (
         None if peers_allow is None else frozenset(NodeId.parse(each.strip()) for each in peers_allow.split(","))
     )
     if asked is not None and asked.back is WireForm.EXACT and not exact_kernels:
         raise UserError("the wire form exact needs --exact-kernels here and at the peers")
     place = settle_place(location)
+    counted = settle_nodes(receipts_from)
     settings = settle_gateway(
         parse_address(gateway, allow_any_port=True),
         allow_hosts=allow_host,
@@ -210,6 +239,7 @@ def serve(
         fill_wait=fill_wait,
         request_timeout=request_timeout,
         drain=drain,
+        reproducible=reproducible,
     )
     budget = parse_local_experts(local_experts)
     if draft_model is not None and not (draft and draft_model.is_file()):
@@ -219,6 +249,8 @@ def serve(
     tame_openmp()
     give_memory_back()
 
+    told = public_sources(source or ())
+
     async def main() -> None:
         registries = await settle_registries(registry, folders)
         shown = replace(settings, registry=registries, place=place)
@@ -227,14 +259,16 @@ def serve(
             def progress(n_done: int, n_total: int) -> None:
                 bars.update("hashing the model", n_done, n_total, is_bytes=True)
 
-            with await run_interruptibly(lambda check: prepare_model(model, folders, progress, check)) as prepared:
+            path = await _model_here(model, folders, bars)
+            with await run_interruptibly(lambda check: prepare_model(path, folders, progress, check)) as prepared:
                 if last_resort and prepared.file is None:
                     raise UserError("--last-resort needs the whole model file: this one has no experts")
                 choice, tolerance = await asyncio.to_thread(_choose_wire, asked, prepared.manifest.model_id, folders)
                 config = BackboneConfig(
                     registry=registries,
                     folders=folders,
-                    model_file=model,
+                    model_file=path,
+                    sources=_sources_to_tell(model, told, prepared.sources),
                     wire=choice.wire,
                     host=host,
                     port=port,
@@ -257,14 +291,52 @@ def serve(
                     audit_share=audit_share,
                     audit_tolerance=tolerance,
                     tls_links=tls_links,
+                    receipts_from=counted,
                     local_experts=budget,
                     fetcher=_fetcher,
                 )
                 async with open_backbone(config, identity, prepared=prepared) as running:
-                    await _serve_http(running, shown, as_json, bars, choice, ready.set, serving.drain_s)
+                    report = reporter(running)
+                    is_quiet = quiet or as_json or not err.is_terminal
+                    live = LiveLines(lambda: status_shown(report()), is_quiet=is_quiet)
+                    await _serve_http(running, shown, as_json, bars, choice, ready.set, serving.drain_s, live)
 
     ready = asyncio.Event()
     run_daemon(main(), until_eof=until_eof, is_ready=ready.is_set)
+
+
+def settle_exact(asked: Wire | None) -> Wire:
+    """Return the wire form of reproducible answers. Raises UserError: another was asked for."""
+    exact = parse_wire("exact")
+    if asked not in (None, exact):
+        raise UserError(f"--reproducible needs the wire form exact: got {asked}; leave --wire out")
+    return exact
+
+
+async def _model_here(model: str, folders: Folders, bars: ProgressBars) -> Path:
+    """Return the path of `--model`, fetched where it is on the web. Raises as `fetch_model`."""
+    if not is_web_name(model):
+        return Path(model)
+    from swarm.sources.web import Web
+    from swarm.sources.whole_file import fetch_model
+
+    location = locate(model, is_asked=True)
+
+    def progress(n_done: int, n_total: int) -> None:
+        bars.update("fetching the model", n_done, n_total, is_bytes=True)
+
+    async with Web() as web:
+        return await fetch_model(web, location, folders.cache, progress)
+
+
+def _sources_to_tell(model: str, given: tuple[str, ...], carried: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the sources of a model's record: those given, else where it was fetched, and those that its file carries."""
+    own = (model,) if not given and is_web_name(model) and is_worth_telling(model) else ()
+    try:
+        return public_sources([*given, *own, *carried])
+    except UserError as error:
+        logger.warning("backbone.gguf carries a source that cannot be told: %s", error)
+        return given or own
 
 
 def parse_local_experts(text: str) -> LocalBudget | None:
@@ -296,6 +368,7 @@ async def _serve_http(
     choice: WireChoice,
     on_ready: Callable[[], None],
     drain_s: float,
+    live: LiveLines,
 ) -> None:
     runner = await start_gateway(running, settings)
     try:
@@ -317,6 +390,8 @@ async def _serve_http(
             out.print(f"Serving {running.backbone.model_name} at {url}", highlight=False)
             out.print(f"Rows travel as {choice.wire}: {choice.reason}.", markup=False, highlight=False)
             _tell_missing(running)
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            await live.run()
         await asyncio.Event().wait()
     finally:
         try:

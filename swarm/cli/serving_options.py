@@ -52,6 +52,14 @@ RequestTimeoutOption = Annotated[
 DrainOption = Annotated[
     str, typer.Option("--drain", metavar="TIME", help="How long answers under way may take after SIGTERM or Ctrl-C.")
 ]
+ReproducibleOption = Annotated[
+    bool,
+    typer.Option(
+        "--reproducible",
+        help="Answers depend on their own text alone, bit by bit, not on who else is served: exact kernels here and at the "
+        "peers, the wire form exact, a lane for each slot. Slower, above all for long prompts.",
+    ),
+]
 
 DEFAULT_SLOTS = 4  # as llama-server has it
 DEFAULT_LANES = (
@@ -83,9 +91,15 @@ def settle_serving(
     fill_wait: str,
     request_timeout: str | None,
     drain: str,
+    reproducible: bool = False,
 ) -> ServingSettings:
     """Return what the options say. Raises UserError."""
-    lanes = min(DEFAULT_LANES, slots) if lanes is None else lanes
+    if reproducible and lanes not in (None, slots):
+        raise UserError(
+            f"--reproducible needs a lane for each slot: got {lanes} lanes for {slots} slots; leave --lanes out"
+        )
+    if lanes is None:
+        lanes = slots if reproducible else min(DEFAULT_LANES, slots)
     if lanes > slots:
         raise UserError(f"more lanes than slots: got {lanes}, expected at most {slots}; give more --slots")
     if -(-slots // lanes) > MAX_SEQUENCES:
@@ -99,6 +113,7 @@ def settle_serving(
             cache_bytes=parse_size_bytes(prefix_cache, "--prefix-cache"),
             max_line=queue,
             request_timeout_s=parse_duration_s(request_timeout, "--request-timeout") if request_timeout else None,
+            is_reproducible=reproducible,
         ),
         drain_s=parse_duration_s(drain, "--drain"),
     )

@@ -38,6 +38,7 @@ from swarm.model.gguf_file import GgufFile, Progress
 from swarm.model.manifest import Manifest, manifest_of
 from swarm.model.slices import FilePlan, plan_backbone, plan_slice, write_plan
 from swarm.model.spec import ModelSpec
+from swarm.sources.locations import public_sources
 
 MAX_NAME = 80  # characters of a slice's file name before its set is shortened to a hash; file systems allow 255
 N_CLUSTER_TOKENS = 20_480  # of the text: what docs/fanout.md was measured with
@@ -53,6 +54,7 @@ class SplitConfig:
         parts: slice files to cut the chosen experts into; 0 writes none.
         cluster: a text; each part holds experts that the model often chooses together on it.
         slices: files of sets to cut, as `swarm bench fanout --save` writes them.
+        sources: names on the web of the whole model, for backbone.gguf to carry.
     """
 
     model: Path
@@ -64,6 +66,7 @@ class SplitConfig:
     slices: tuple[Path, ...] = ()
     n_threads: int = 1
     force: bool = False
+    sources: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,16 @@ def split(
             help="Cut the sets of this file instead, as `swarm bench fanout --save` writes them. Repeatable.",
         ),
     ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source",
+            metavar="URL",
+            help="Where the whole model is on the web, https:// or hf://, for backbone.gguf to carry: volunteers fetch their "
+            "experts there. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     threads: ThreadsOption = 1,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files of an earlier split.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -123,6 +136,7 @@ def split(
         slices=tuple(slices or ()),
         n_threads=threads,
         force=force,
+        sources=public_sources(source or ()),
     )
     manifest, files = run_split(config, Console(stderr=True))
     if as_json:
@@ -163,7 +177,7 @@ def run_split(config: SplitConfig, console: Console) -> tuple[Manifest, list[Spl
 def _write(config: SplitConfig, manifest: Manifest, file: GgufFile, console: Console) -> list[SplitFile]:
     spec = manifest.spec
     nothing = ExpertSet({})
-    plans = [("backbone.gguf", "backbone", nothing, plan_backbone(file, manifest))]
+    plans = [("backbone.gguf", "backbone", nothing, plan_backbone(file, manifest, config.sources))]
     parts = _parts(config, spec, console)
     for name, part in parts:
         plans.append((name, "slice", part, plan_slice(file, manifest, part)))

@@ -24,6 +24,8 @@ MAX_MARKS = (
     4096  # of one sequence and peer; then the oldest two become one, which taints more rather than less; guessed
 )
 
+MAX_PEERS = 1024  # four times as many as a backbone uses at a time; of others nothing is left that could depend on them
+
 _Marks = deque[tuple[int, int]]
 
 
@@ -41,7 +43,8 @@ class Trail:
     """Every peer's marks. Mutable, one owner."""
 
     def __init__(self) -> None:
-        self._peers: dict[NodeId, _Peer] = {}
+        self._peers: OrderedDict[NodeId, _Peer] = OrderedDict()  # who answered last comes last
+        self._n_before = 0  # above all numbers of peers that were forgotten: an audit of one may still be under way
 
     def touch(self, node: NodeId, firsts: Mapping[int, int]) -> int:
         """Note one answer of a peer; return its number.
@@ -69,7 +72,8 @@ class Trail:
 
     def begin(self, node: NodeId, number: int) -> None:
         """An audit of this answer is under way."""
-        self._peers[node].under_way.add(number)
+        if (peer := self._peers.get(node)) is not None:
+            peer.under_way.add(number)
 
     def end(self, node: NodeId, number: int, *, has_passed: bool) -> None:
         """An audit is over: the answer was right, or nobody can say."""
@@ -89,8 +93,19 @@ class Trail:
 
     def _peer(self, node: NodeId) -> _Peer:
         peer = self._peers.get(node)
-        if peer is None:
-            peer = self._peers[node] = _Peer()
+        if peer is not None:
+            self._peers.move_to_end(node)
+            return peer
+        if len(self._peers) >= MAX_PEERS:
+            idle = (other for other, each in self._peers.items() if not (each.marks or each.under_way or each.is_held))
+            self._drop(next(idle, next(iter(self._peers))))
+        peer = self._peers[node] = _Peer(n_answers=self._n_before)
+        return peer
+
+    def _drop(self, node: NodeId) -> _Peer | None:
+        peer = self._peers.pop(node, None)
+        if peer is not None:
+            self._n_before = max(self._n_before, peer.n_answers)
         return peer
 
     def _advance(self, peer: _Peer) -> None:
@@ -114,7 +129,7 @@ class Trail:
 
     def taint(self, node: NodeId) -> dict[int, int]:
         """Return sequence -> the first position that is not to be trusted, and forget the peer."""
-        peer = self._peers.pop(node, None)
+        peer = self._drop(node)
         return {} if peer is None else {sequence: marks[0][0] for sequence, marks in peer.marks.items()}
 
     def adopt(self, child: int, parent: int, n_tokens: int) -> None:

@@ -22,6 +22,7 @@ from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.chunks import CHUNK_BYTES, cut
 from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
+from swarm.dispatch.contributions import Contributions
 from swarm.dispatch.flight import Flight
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.origin import Origin
@@ -52,6 +53,7 @@ MAX_LATE = 64
 # Largest value taken from a peer. Hidden states reach some 1e4; sums of what passes here stay finite in float32, so that one
 # peer cannot turn a whole answer into NaN, which would come out as text without any error.
 MAX_MAGNITUDE = 1e30
+MAX_COUNTED = 1024  # nodes of `DispatchStats.assignments`: four times as many as one backbone uses at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +107,13 @@ class DispatchStats:
     bytes_back: int = 0
     wait_s: float = 0.0
     attempts: AttemptStats = field(default_factory=AttemptStats)
-    assignments: dict[NodeId, int] = field(default_factory=dict)
+    assignments: dict[NodeId, int] = field(default_factory=dict)  # of the MAX_COUNTED nodes used last
+
+    def count_pairs(self, node: NodeId, n_pairs: int) -> None:
+        """Add to a node's assignments; who was used longest ago is forgotten."""
+        self.assignments[node] = self.assignments.pop(node, 0) + n_pairs  # and it is the last one now
+        if len(self.assignments) > MAX_COUNTED:
+            del self.assignments[next(iter(self.assignments))]
 
 
 class _EncodedRows:
@@ -167,6 +175,7 @@ class Dispatcher:
         placement = holders.placement
         self.popularity = Popularity(placement.layers, placement.holders.shape[2], now=now())
         self.audits: Auditor | None = None
+        self.contributions: Contributions | None = None  # what peers' receipts are signed from; None: nobody gets any
         self.asks_in_turn = False
         self.readiness: Readiness | None = None  # for the answers of decoded tokens; None: they are met as they come
         self.links: FastLinks | None = None  # beside the QUIC connections; None: there are none
@@ -195,7 +204,8 @@ class Dispatcher:
         """
         began_ns = time.monotonic_ns()
         n_tokens, n_used = topk_ids.shape
-        self.popularity.add(layer, topk_ids, topk_weights)  # before it can fail: what nobody holds is wanted, too
+        # Counted while the answers are awaited; also if it fails: what nobody holds is wanted, too.
+        asyncio.get_running_loop().call_soon(self.popularity.add, layer, topk_ids, topk_weights)
         batches = self._plan(layer, topk_ids, topk_weights, origin)
         n_destinations = sum(batch.destination != HERE for batch in batches)
         codec = self._rows_codec(layer)
@@ -514,7 +524,9 @@ class Dispatcher:
         for order, result in answers:
             batch, node = order.batch, order.node
             stats.n_assignments += batch.n_pairs
-            stats.assignments[node] = stats.assignments.get(node, 0) + batch.n_pairs
+            stats.count_pairs(node, batch.n_pairs)
+            if self.contributions is not None:
+                self.contributions.count(node, layer, batch.n_rows, batch.expert_ids)
             if node == HERE:
                 stats.n_local_assignments += batch.n_pairs
             else:

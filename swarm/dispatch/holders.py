@@ -31,6 +31,7 @@ from swarm.net.pool import Pool
 from swarm.registry.client import Registry
 from swarm.registry.records import ExpertAnnouncement
 from swarm.wire import messages as m
+from swarm.wire.versions import WIRE_VERSIONS, choose_version, own_disagreement
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class Holders:
         self._failed: dict[NodeId, tuple[int, float]] = {}  # node -> (seq, when to try again)
         self._quarantine = Quarantine()
         self._leaving: dict[NodeId, int] = {}  # node -> the seq it had when it said so
+        self._other_versions: set[NodeId] = set()  # of those announced: with whom no wire version is common
         self._log = PeerLog()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
@@ -258,6 +260,19 @@ class Holders:
         if len(known) > MAX_HOLDERS:
             logger.debug("%d peers are announced, considering %d", len(known), MAX_HOLDERS)
         self._announced = dict(list(known.items())[:MAX_HOLDERS])
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        """Find out whom it is no use to dial, and tell a person once."""
+        others = {
+            node
+            for node, record in self._announced.items()
+            if choose_version(WIRE_VERSIONS, record.wire_versions) is None
+        }
+        for node in others - self._other_versions:
+            why = own_disagreement(WIRE_VERSIONS, self._announced[node].wire_versions)
+            logger.warning("peer %s cannot be used: %s", node.short, why)
+        self._other_versions = others
 
     def _strangers(self) -> list[ExpertAnnouncement]:
         """Return the announcements of peers that must be dialled now; with those being greeted at most MAX_HOLDERS."""
@@ -275,7 +290,7 @@ class Holders:
             seq, retry_at = self._failed.get(node, (-1, 0.0))
             if len(self._greeting) + len(strangers) >= MAX_HOLDERS:
                 break  # those that were announced and are gone still hold their places; the rest waits for the next look
-            is_due = record.seq > seq or now >= retry_at
+            is_due = (record.seq > seq or now >= retry_at) and node not in self._other_versions
             if connection is None and node not in self._greeting and is_due and not self._bars(record):
                 strangers.append(record)
         for node in self._failed.keys() - self._announced.keys():
@@ -318,6 +333,11 @@ class Holders:
         self._apply()
         return self._log.views
 
+    def named_connections(self) -> dict[NodeId, Connection]:
+        """Return the peers that show a name in public and are connected now."""
+        named = (node for node, record in self._announced.items() if record.name)
+        return {node: connection for node in named if (connection := self._pool.connection(node)) is not None}
+
     def rtt_s(self, node: NodeId) -> float | None:
         """Return the smoothed round trip to a peer, None without a connection."""
         connection = self._pool.connection(node)
@@ -341,6 +361,8 @@ class Holders:
             return PeerState.LEAVING
         if trust is State.SHUT:
             return PeerState.QUARANTINED
+        if node in self._other_versions:
+            return PeerState.SET_ASIDE
         return PeerState.UNREACHABLE if self._pool.connection(node) is None else PeerState.SET_ASIDE
 
 

@@ -24,7 +24,7 @@ class PeerState(StrEnum):
     QUARANTINED = "quarantined"
     CAUGHT = "caught"  # an audit found that its numbers are wrong
     LEAVING = "leaving"
-    SET_ASIDE = "set aside"  # it broke the protocol, or cannot do what this backbone needs
+    SET_ASIDE = "set aside"  # it broke the protocol, cannot do what this backbone needs, or has another wire version
     UNREACHABLE = "unreachable"
     GONE = "gone"
 

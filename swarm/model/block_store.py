@@ -70,6 +70,13 @@ class BlockStore:
         except OSError as error:
             raise UserError(f"cannot keep blocks in {self.folder}: {error.strerror}") from error
 
+    def remove(self, layer: int, expert: int) -> None:
+        """Delete a block, if it is there. Raises UserError where that fails."""
+        try:
+            self._path(layer, expert).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot delete blocks in {self.folder}: {error.strerror}") from error
+
     def read_block(self, layer: int, expert: int) -> bytes:
         """Return one block's bytes, verified.
 

@@ -176,6 +176,10 @@ class TensorInfo:
         return tensor_size_bytes(self.ggml_type, self.shape)
 
 
+class FileEnds(ValueError):
+    """A file ends inside its header: of one that is still being fetched, more may mend it."""
+
+
 class _HeaderReader:
     """Takes the header apart; every error is a ValueError that says at which byte."""
 
@@ -193,7 +197,7 @@ class _HeaderReader:
         self.require(n_bytes, what)
         data = self.file.read(n_bytes)
         if len(data) != n_bytes:
-            raise ValueError(f"file ends inside {what} at byte {self.position}")
+            raise FileEnds(f"file ends inside {what} at byte {self.position}")
         self.position += n_bytes
         return data
 
@@ -258,11 +262,12 @@ class GgufFile:
         size_bytes, mtime_ns: when it was opened; of shards, the sum and the latest.
     """
 
-    def __init__(self, path: Path, *, is_shard: bool = False) -> None:
+    def __init__(self, path: Path, *, is_shard: bool = False, sizes: Mapping[str, int] | None = None) -> None:
         """Open and check the header; of the first of several shards, those of all.
 
         Args:
             is_shard: open this one file, whatever it says of others.
+            sizes: file name -> bytes, of files of which only the headers are here; their tensors cannot be read.
 
         Raises:
             UserError: a file cannot be read, is not GGUF, or is damaged; the message names it.
@@ -280,7 +285,8 @@ class GgufFile:
             raise UserError(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
         try:
             status = path.stat()
-            self.size_bytes, self.mtime_ns = status.st_size, status.st_mtime_ns
+            self.size_bytes = status.st_size if sizes is None else sizes[path.name]
+            self.mtime_ns = status.st_mtime_ns
             self._parse()
         except (ValueError, OSError) as error:
             self._file.close()
@@ -290,17 +296,17 @@ class GgufFile:
         try:
             n_shards = self.integer(SHARD_COUNT_KEY) or 0
             if n_shards > 1:
-                self._open_shards(n_shards)
+                self._open_shards(n_shards, sizes)
         except BaseException:
             self.close()
             raise
 
-    def _open_shards(self, n_shards: int) -> None:
+    def _open_shards(self, n_shards: int, sizes: Mapping[str, int] | None) -> None:
         """Open the other shards and take their tensors; `self` must be the first."""
         tensors = dict(self.tensors)
         paths = shard_paths(self.path, n_shards)
         for number, path in enumerate(paths[1:], 1):
-            shard = GgufFile(path, is_shard=True)
+            shard = GgufFile(path, is_shard=True, sizes=sizes)
             self._shards.append(shard)
             if shard.integer(SHARD_NUMBER_KEY) != number or shard.integer(SHARD_COUNT_KEY) != n_shards:
                 raise UserError(f"{path} is not shard {number + 1} of {n_shards}, as its name says")
@@ -403,6 +409,12 @@ class GgufFile:
         end = self.tensors[name].size_bytes if size_bytes is None else offset + size_bytes
         for start in range(offset, end, CHUNK_BYTES):
             yield self.read(name, start, min(CHUNK_BYTES, end - start))
+
+    def forget_metadata(self) -> None:
+        """Free the metadata, of which a vocabulary may take 20 MB: for who only reads tensors from now on."""
+        self.metadata = {}
+        for shard in self._shards:
+            shard.metadata = {}
 
     def require_unchanged(self) -> None:
         """Raise UserError when a file's size or time of change is not what it was when opened."""

@@ -53,6 +53,8 @@ MAX_COMMAS = 1_000_000
 HASH_BYTES = 32
 
 MODEL_ID_KEY = "swarm.model_id"
+SOURCES_KEY = "swarm.sources"
+"""Of a backbone file: where the whole model can be had, a name on each line; in no hash, as all that begins with `swarm.`."""
 MANIFEST_NAME = "manifest.json"
 """What `swarm split` calls the manifest that it writes beside the other files."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from swarm.model.gguf_file import (
     encode_header,
     padded,
 )
-from swarm.model.manifest import MODEL_ID_KEY, Manifest
+from swarm.model.manifest import MODEL_ID_KEY, SOURCES_KEY, Manifest
 from swarm.model.spec import EXPERT_TENSOR, FILE_KEY, ModelSpec, is_expert_tensor, read_spec
 
 STUB_WIDTH = 1
@@ -102,12 +102,15 @@ class FilePlan:
         )
 
 
-def plan_backbone(file: GgufFile, manifest: Manifest) -> FilePlan:
+def plan_backbone(file: GgufFile, manifest: Manifest, sources: Sequence[str] = ()) -> FilePlan:
     """Return the plan of `backbone.gguf`: the whole file with stubs for experts, all zeros.
 
     A narrow stub has width 1: the metadata key that sizes experts becomes 1, and the shared expert's width, where llama.cpp
     would derive it from that, is written out. A sparse stub keeps its shape, in the smallest type there is, as holes of the file.
     What only experts need, and llama.cpp can do without, is left out.
+
+    Args:
+        sources: names on the web of the whole model, which the file is to carry.
 
     Raises:
         UserError: the file is not the manifest's model.
@@ -118,6 +121,8 @@ def plan_backbone(file: GgufFile, manifest: Manifest) -> FilePlan:
     metadata.update(_stub_metadata(file, spec))
     metadata[MODEL_ID_KEY] = MetadataValue.of_text(str(manifest.model_id))
     metadata[FILE_KEY] = MetadataValue.of_text("backbone")
+    if sources:
+        metadata[SOURCES_KEY] = MetadataValue.of_text("\n".join(sources))
 
     tensors = []
     for tensor in file.tensors.values():

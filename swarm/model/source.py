@@ -8,6 +8,7 @@ from swarm.errors import ExpertUnavailable, UserError
 from swarm.ids import ExpertSet, ModelId
 from swarm.model.gguf_file import GgufFile, tensor_size_bytes
 from swarm.model.manifest import MODEL_ID_KEY
+from swarm.model.ranges import Plane
 from swarm.model.slices import experts_key
 from swarm.model.spec import EXPERT_TENSOR, FILE_KEY, read_spec
 
@@ -78,6 +79,17 @@ class GgufSource:
     def experts(self) -> ExpertSet:
         """Which blocks the file holds."""
         return ExpertSet({layer: frozenset(positions) for layer, positions in self._positions.items()})
+
+    def places(self, layer: int, expert: int) -> list[Plane]:
+        """Return where a block's planes lie, in the order in which they make it; none: the file does not hold it."""
+        position = self._positions.get(layer, {}).get(expert)
+        if position is None:
+            return []
+        found = []
+        for name, size in self._planes[layer]:
+            path, start = self._file.position(name)
+            found.append(Plane(path.name, start + position * size, size))
+        return found
 
     def read_block(self, layer: int, expert: int) -> bytes:
         """Return one block's bytes, read now.

@@ -15,6 +15,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import platform as this_machine
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ XLLAMACPP = "xllamacpp"
 LLAMA_CPP_PYTHON = "llama-cpp-python"
 MODULES = {XLLAMACPP: "xllamacpp", LLAMA_CPP_PYTHON: "llama_cpp"}
 EXPECTED_VERSIONS = dict(LAYOUTS.keys())
+# Where xllamacpp has wheels (its files at the package registry, 2026-11): elsewhere it would have to be compiled by hand.
+PREBUILT = {("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64")}
 # What the dynamic linker says is missing -> what installs it: Debian and Ubuntu, Fedora, Alpine.
 SYSTEM_PACKAGES = {
     "libgomp": ("libgomp1", "libgomp", "libgomp"),
@@ -131,7 +134,12 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def choose_engine(forced: str | None, installed: dict[str, str], platform: str = sys.platform) -> str:
+def choose_engine(
+    forced: str | None,
+    installed: dict[str, str],
+    platform: str = sys.platform,
+    machine: str = this_machine.machine(),
+) -> str:
     """Return the package to load: `forced`, else xllamacpp at its pinned version, else llama-cpp-python.
 
     Raises:
@@ -147,13 +155,17 @@ def choose_engine(forced: str | None, installed: dict[str, str], platform: str =
     wrong = [
         f"got {name} {installed[name]}, expected {EXPECTED_VERSIONS[name]}" for name in candidates if name in installed
     ]
-    wanted = next((name for name in candidates if name in installed), candidates[0])
+    default = XLLAMACPP if (platform, machine) in PREBUILT else LLAMA_CPP_PYTHON
+    wanted = next(
+        (name for name in candidates if name in installed), default if default in candidates else candidates[0]
+    )
     found = "the engine has another version: " + "; ".join(wrong) if wrong else "no llama.cpp library is installed"
-    raise EngineUnavailable(f"{found}: {_advice(wanted)}")
+    raise EngineUnavailable(f"{found}: {_advice(wanted)}; docs/volunteer.md has notes for each kind of machine")
 
 
 def _advice(name: str) -> str:
-    return f"run `pip install {name}=={EXPECTED_VERSIONS[name]}`"
+    needs = " (it is compiled on the spot, with a C++ compiler and cmake)" if name == LLAMA_CPP_PYTHON else ""
+    return f"run `pip install {name}=={EXPECTED_VERSIONS[name]}`{needs}"
 
 
 def _open_files(name: str) -> list[ctypes.CDLL]:

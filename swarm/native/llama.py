@@ -8,6 +8,7 @@ This module knows nothing of experts.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import secrets
 import threading
@@ -146,6 +147,11 @@ class LlamaModel:
         """Return whether the token ends an answer."""
         self._check_token(token)
         return bool(llama().is_eog(self._vocab, token))
+
+    @functools.cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Every token that ends an answer."""
+        return tuple(token for token in range(self.n_vocab) if self.is_end_of_generation(token))
 
     def is_control(self, token: int) -> bool:
         """Return whether the token is a mark for the machine and no text."""

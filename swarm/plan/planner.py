@@ -22,6 +22,7 @@
                      largest_term, tokens_per_s, rtt_bound_tokens_per_s, source (`model`, `calibration`)
     left             payload_bytes, payload_s (bytes of a token and layer at the rate), slice_bytes, slice_s, rtt_s, name
     by_rate          list: rate_bit_s, transfer_s, step_s, lengthens_by_s (against the first), tokens_per_s
+    by_link          list: link (`quic`, `tls`), software_s, step_s, tokens_per_s: what each kind of link costs of its own
     drafts           n_draft, plain_step_s, verify_step_s, draft_s, break_even_accept_length, pays_at_all
     verdict          skipping {dense_s, ideal_s, saved_s, movement_s, small_batches_s, imbalance_s, ideal_speedup,
                      speedup, pays}, swarm_step_s, here_memory_step_s, here_paged_step_s, here_step_s,
@@ -33,6 +34,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -57,6 +59,10 @@ from swarm.wire.rows import parse_wire
 # A desktop: guessed, 8 cores of AVX2 at half their 0.8 TFLOP/s, two channels of DDR4-3200 at 60 % of 51 GB/s.
 DEFAULT_DEVICE = Device(flops_per_s=400e9, memory_bytes_per_s=30e9)
 DEFAULT_SOFTWARE_S = 1.4e-3  # measured: a bare aioquic star of three, 2.2 KB each way, on loopback (two cores)
+# Of a layer by kind of link: the above, and what `swarm bench dispatch --link tls` has beyond the peers' compute, one token and
+# three peers on two cores (docs/performance.md).
+LINK_SOFTWARE_S = {"quic": DEFAULT_SOFTWARE_S, "tls": 0.65e-3}
+TLS_MAX_RTT_S = 0.010  # a longer path is reached over QUIC alone: `net/link_choice` (a test compares)
 DEFAULT_HERE_MEMORY_BYTES = 16e9  # guessed: what a desktop has free
 DEFAULT_SSD_BYTES_PER_S = 2e9  # guessed: NVMe, reads of one expert (megabytes) at a time
 FREE_RATE_BIT_S = 1e18  # so fast that transfer costs nothing
@@ -202,6 +208,21 @@ class Left:
     name: str
 
 
+def usual_link(rtts_s: Sequence[float]) -> str:
+    """Return the kind of link that paths of these round trips get: `tls` if all are short, else `quic`."""
+    return "tls" if max(rtts_s) <= TLS_MAX_RTT_S else "quic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByLink:
+    """A step over one kind of link."""
+
+    link: str
+    software_s: float
+    step_s: float
+    tokens_per_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtRate:
     """A step at another rate; `lengthens_by_s` against the first of the list."""
@@ -245,6 +266,7 @@ class Plan:
     step: Step
     left: Left
     by_rate: tuple[AtRate, ...]
+    by_link: tuple[ByLink, ...]
     drafts: Drafts
     verdict: Verdict
     calibration: Calibration | None
@@ -260,6 +282,7 @@ class Plan:
             **plain,
             "wires": [asdict(cost) for cost in self.wires],
             "by_rate": [asdict(each) for each in self.by_rate],
+            "by_link": [asdict(each) for each in self.by_link],
         }
 
 
@@ -316,6 +339,7 @@ def make_plan(inputs: PlanInputs, calibration: Calibration | None = None) -> Pla
             name="RTT" if step.layer.rtt_s >= step.layer.transfer_s else "transfer",
         ),
         by_rate=_by_rate(inputs, calibration),
+        by_link=_by_link(inputs),
         drafts=_drafts(inputs, calibration, step),
         verdict=_verdict(inputs, step, model_bytes),
         calibration=calibration,
@@ -408,6 +432,15 @@ def _spread(inputs: PlanInputs) -> Spread:
         peer_imbalance=load.peer_imbalance(shape.n_expert, shape.n_expert_used, n_tokens, len(groups)),
         rows_busiest_expert=imbalance * n_tokens * shape.n_expert_used / shape.n_expert,
         active_experts=load.active_experts(shape.n_expert, shape.n_expert_used, n_tokens),
+    )
+
+
+def _by_link(inputs: PlanInputs) -> tuple[ByLink, ...]:
+    """Return the modelled step over each kind of link: a calibration was of one of them."""
+    steps = {link: step_of(replace(inputs, software_s=software_s)) for link, software_s in LINK_SOFTWARE_S.items()}
+    return tuple(
+        ByLink(link=link, software_s=LINK_SOFTWARE_S[link], step_s=step.step_s, tokens_per_s=step.tokens_per_s)
+        for link, step in steps.items()
     )
 
 

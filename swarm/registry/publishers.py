@@ -59,7 +59,7 @@ class Publishers:
         if self.knows(offer):
             return
         name = f"{offer.model_name}@{offer.model.short}"
-        if not self._confirm(f"{name} is published by node {offer.node}. Trust its models from now on?"):
+        if not self._confirm(f"{name} is published by node {offer.node}.\nTrust its models from now on?"):
             raise UserError(NOBODY_ASKED.format(node=offer.node, name=name))
         self._remembered.add(offer.node)
         text = "".join(f"{node}\n" for node in sorted(self._remembered))

@@ -11,7 +11,7 @@ A signed record on the wire, at most 16,384 bytes:
 The payload is an object with `kind` and that kind's fields:
 
     kind "experts"     node seq ttl_s model model_name experts addresses exact_kernels wire_versions
-                       [is_loading] [is_public] [vouchers] [name] [place]
+                       [is_loading] [is_choosing] [is_public] [vouchers] [name] [place] [upload_bytes_s]
     kind "model"       node seq ttl_s model model_name n_expert n_expert_used moe_layers n_embd size_bytes addresses
                        offers_blocks [is_public] [vouchers]
     kind "registry"    node seq ttl_s addresses
@@ -19,7 +19,7 @@ The payload is an object with `kind` and that kind's fields:
     kind "withdrawal"  node seq model withdraws
 
 A "model" may also carry `sources`, where the file can be had from others; it is left out when there are none. An "experts"
-carries `is_loading` while it is only a claim: true, or left out. A "registry"
+carries `is_loading` while it is only a claim: true, or left out; so with `is_choosing`. A "registry"
 belongs to no model: wherever a model is named for it, that is NO_MODEL. `loads` is [[layer, levels], ...], ascending;
 `levels` has one hex digit for each expert: 0 for never chosen, else 15 for the layer's most chosen one and one less for each
 factor of the square root of two below it. So 58 layers of 256 experts fit, and scarcity needs no more precision.
@@ -106,10 +106,12 @@ class ExpertAnnouncement:
         exact_kernels: started with `--exact-kernels`, so the form `exact` may be asked of it.
         wire_versions: ascending.
         is_loading: it will hold them, but answers nothing yet: said so that two who choose at once choose differently.
+        is_choosing: it may still choose others, as newcomers do who find that several have come at once.
         is_public: others have reached its addresses unasked; if not, they may still be right, and a relay is the surer way.
         vouchers: of relays through which it can be called (`swarm.wire.vouchers`), base64url.
         name: what its owner calls it in public; empty for most.
         place: whole degrees of latitude and longitude, for the map, where its owner tells it.
+        upload_bytes_s: the most that it sends in a second, where its owner has set a cap; None: no cap.
     """
 
     node: NodeId
@@ -122,10 +124,12 @@ class ExpertAnnouncement:
     exact_kernels: bool
     wire_versions: tuple[int, ...]
     is_loading: bool = False
+    is_choosing: bool = False
     is_public: bool = True
     vouchers: tuple[str, ...] = ()
     name: str = ""
     place: tuple[int, int] | None = None
+    upload_bytes_s: int | None = None
 
     @property
     def kind(self) -> RecordKind:
@@ -136,6 +140,8 @@ class ExpertAnnouncement:
         check_lease(self.seq, self.ttl_s, self.model_name, self.addresses)
         check_vouchers(self.vouchers)
         check_public_face(self.name, self.place)
+        if self.upload_bytes_s is not None:
+            check_range("upload_bytes_s", self.upload_bytes_s, 1, MAX_SEQ)
         check_range("number of (layer, expert) pairs", len(self.experts), 1, MAX_PAIRS)
         for layer, experts in self.experts.by_layer.items():
             check_range("layer", layer, 0, MAX_INDEX)
@@ -400,10 +406,14 @@ def _fields_of(record: Record) -> dict[str, Any]:
     if isinstance(record, ExpertAnnouncement):
         if record.is_loading:
             fields["is_loading"] = True
+        if record.is_choosing:
+            fields["is_choosing"] = True
         if record.name:
             fields["name"] = record.name
         if record.place is not None:
             fields["place"] = list(record.place)
+        if record.upload_bytes_s is not None:
+            fields["upload_bytes_s"] = record.upload_bytes_s
         return fields | {
             "experts": [list(group) for group in record.experts.grouped()],
             "exact_kernels": record.exact_kernels,
@@ -437,9 +447,11 @@ def _parse_experts(fields: dict[str, Any]) -> ExpertAnnouncement:
         exact_kernels=field_of(fields, "exact_kernels", bool),
         wire_versions=tuple(list_of(fields, "wire_versions", int)),
         is_loading="is_loading" in fields and field_of(fields, "is_loading", bool),
+        is_choosing="is_choosing" in fields and field_of(fields, "is_choosing", bool),
         **_reach_fields(fields),
         name=field_of(fields, "name", str) if "name" in fields else "",
         place=place_of(list_of(fields, "place", int)) if "place" in fields else None,
+        upload_bytes_s=field_of(fields, "upload_bytes_s", int) if "upload_bytes_s" in fields else None,
     )
     if [list(group) for group in record.experts.grouped()] != fields["experts"]:
         refuse("groups of experts are not canonical: expected one per distinct set, by lowest layer")

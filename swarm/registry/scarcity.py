@@ -1,18 +1,21 @@
 """Which experts a pool is short of, and which of them the next volunteer is to hold. Pure; E experts, L MoE layers.
 
     histograms of the backbones -> demand [L, E]      1: chosen as often as the layer's mean
-    announcements of the peers  -> capacity [L, E]    1: one peer that holds the whole model
+    announcements of the peers  -> capacity [L, E]    1: one peer that holds the whole model, and may send FULL_UPLOAD
     demand / capacity           -> scarcity [L, E]    1: an average expert that is served by such a peer
 
-A peer's capacity is spread evenly over the blocks that it holds; what machines differ in is not announced. A block that nobody
-holds is scarcer than any that somebody holds. Histograms and announcements are untrusted: both can be invented, so what is
+A peer's capacity is spread evenly over the blocks that it holds; of what machines differ in, only a cap on what they send is
+announced. A block that nobody
+holds is scarcer than any that somebody holds, and one with a single holder than any with more: one death must not stop a model
+while others idle in threes. Histograms and announcements are untrusted: both can be invented, so what is
 chosen by them costs a volunteer no more than its budget.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +26,16 @@ from swarm.registry.records import ExpertAnnouncement, RoutingHistogram
 # Share of the demand that counts as even, whatever backbones say: what was never chosen may be tomorrow, and a forged
 # histogram can move only the rest. Guessed.
 EVEN_SHARE = 0.2
-NO_CAPACITY = 1e-6  # stands for none, so that nothing that somebody holds is as scarce as what nobody does
+# From so many bytes a second on, a cap on what a peer sends makes it no less than others; guessed: 1,000 rows of 2,048 numbers in
+# f16, as much as a swarm over home connections asks of one peer.
+FULL_UPLOAD_BYTES_S = 4_000_000
+LEAST_SHARE = 0.01  # of a peer's capacity, however low its cap
+# What one peer alone holds is so much scarcer: more than demand and capacity can differ between blocks (256 experts in 58
+# layers: a hot one is wanted 205 times as much as an average one, a peer of one
+# block has 14,848 times the capacity for it, and one with a low cap a hundredth).
+ONE_HOLDER = 1e9
+NO_CAPACITY = 1e-16  # stands for none, so that nothing that somebody holds is as scarce as what nobody does
+MAX_FORESEEN = 64  # newcomers whose choices another one works out, 2 ms each in a large model; guessed
 # A rate that backbones which tell none, or which stand still, add up to; guessed: far below one running conversation.
 IDLE_TOKENS_PER_S = 1e-3
 STEPS_PER_OCTAVE = 2  # scarcities are compared in steps of the square root of two, as fine as histograms are
@@ -55,14 +67,19 @@ def demand(layers: Sequence[int], n_expert: int, histograms: Iterable[RoutingHis
 def capacity(
     layers: Sequence[int], n_expert: int, announcements: Iterable[ExpertAnnouncement]
 ) -> npt.NDArray[np.float64]:
-    """Return what live peers, loading ones too, can do for each block, [L, E]; 1 is one peer that holds all of them."""
+    """Return what live peers, loading ones too, can do for each block, [L, E]; 1 is one peer that holds all of them.
+
+    One that has a cap on what it sends counts for less.
+    """
     row_of = {layer: row for row, layer in enumerate(layers)}
     total = np.zeros((len(layers), n_expert))
     for record in announcements:
         held = mask(row_of, n_expert, record.experts)
         n_held = int(held.sum())
         if n_held:
-            total += held * (held.size / n_held)
+            cap = record.upload_bytes_s
+            share = 1.0 if cap is None else min(1.0, max(LEAST_SHARE, cap / FULL_UPLOAD_BYTES_S))
+            total += held * (share * held.size / n_held)
     return total
 
 
@@ -72,10 +89,15 @@ def scarcity(
     histograms: Iterable[RoutingHistogram],
     announcements: Iterable[ExpertAnnouncement],
 ) -> npt.NDArray[np.float64]:
-    """Return demand over capacity, [L, E]."""
-    there = capacity(layers, n_expert, announcements)
+    """Return demand over capacity, [L, E]; what has one holder or none comes before the rest."""
+    announced = list(announcements)
+    there = capacity(layers, n_expert, announced)
+    row_of = {layer: row for row, layer in enumerate(layers)}
+    n_holders = np.zeros(there.shape, dtype=np.int64)
+    for record in announced:
+        n_holders += mask(row_of, n_expert, record.experts)
     wanted: npt.NDArray[np.float64] = demand(layers, n_expert, histograms) / np.maximum(there, NO_CAPACITY)
-    return wanted
+    return np.where(n_holders == 1, ONE_HOLDER * wanted, wanted)
 
 
 def mask(row_of: Mapping[int, int], n_expert: int, experts: ExpertSet) -> npt.NDArray[np.bool_]:
@@ -150,23 +172,25 @@ def is_move_worthwhile(
     return then_worth >= MOVE_GAIN * now_worth
 
 
-def rivals(
-    seen: Collection[ExpertAnnouncement], listed: Iterable[ExpertAnnouncement], node: NodeId
+def foresee(
+    listed: Iterable[ExpertAnnouncement],
+    node: NodeId,
+    choose: Callable[[Sequence[ExpertAnnouncement], ExpertAnnouncement], ExpertSet],
 ) -> list[ExpertAnnouncement]:
-    """Return the others that a joining `node` has to reckon with, when it looks again after its claim.
+    """Return the others that a joining `node` has to reckon with, newcomers with what they will choose.
 
-    Of two who have claimed at the same moment, the one with the higher id gives way: it alone counts the other.
+    Newcomers of one moment come to one answer without another word: each works out what all of them choose, one after the other
+    in the order of their ids, and takes its own part. So those with a higher id are left out: they reckon with this node.
 
     Args:
-        seen: what it reckoned with when it chose.
-        listed: what is announced now.
+        choose: (the others so far, a newcomer's claim) -> what that one takes.
     """
-    known = {record.node for record in seen}
-    return [
-        record
-        for record in listed
-        if record.node != node and (record.node in known or not record.is_loading or record.node < node)
-    ]
+    others = [record for record in listed if record.node != node]
+    foreseen = [record for record in others if not record.is_choosing]
+    before = sorted((record for record in others if record.is_choosing and record.node < node), key=lambda r: r.node)
+    for rival in before[:MAX_FORESEEN]:
+        foreseen.append(replace(rival, experts=choose(foreseen, rival)))
+    return foreseen + before[MAX_FORESEEN:]
 
 
 def _take(

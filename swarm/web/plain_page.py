@@ -25,7 +25,7 @@ th { font-weight: 600; } td.n { font-variant-numeric: tabular-nums; }
 def page(shown: Json) -> str:
     """Return the map as a page without scripts; it loads itself anew every REFRESH_S."""
     peers = _table(
-        ("peer", "state", "since", "experts", "exact", "path", "round trip", "seen since"),
+        ("peer", "name", "state", "since", "experts", "exact", "path", "round trip", "seen since"),
         [_peer_cells(peer, shown["at"]) for peer in shown["peers"][:MAX_ROWS]],
     )
     models = "".join(_model(model) for model in shown["models"])
@@ -33,9 +33,24 @@ def page(shown: Json) -> str:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Swarm: peers</title>'
         f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{REFRESH_S}">'
         f"<style>{STYLE}</style></head><body><h1>Swarm</h1>{models}"
+        f"{_board(shown.get('leaderboard'))}"
         f"<h2>{shown['n_used']} of {len(shown['peers'])} peers in use</h2>{peers}"
         f'<p><small>As this {html.escape(shown["source"])} sees it. The same as <a href="/map.json">JSON</a>.</small></p>'
         "</body></html>"
+    )
+
+
+def _board(board: Json | None) -> str:
+    if not board or not board["rows"]:
+        return ""
+    rows = [
+        (str(place), row["name"], row["short"], f"{row['points']:,}", f"{row['rows']:,}")
+        for place, row in enumerate(board["rows"], 1)
+    ]
+    by = html.escape(", ".join(node[:8] for node in board["counted_by"]))
+    return (
+        f"<h2>Contributions of the last {board['days']} days</h2>"
+        f"{_table(('place', 'name', 'peer', 'points', 'rows'), rows)}<p><small>Counted by {by}.</small></p>"
     )
 
 
@@ -60,6 +75,7 @@ def _peer_cells(peer: Json, at: int) -> tuple[str, ...]:
         experts = f"{peer['n_blocks']} blocks, other ones in each layer"
     return (
         peer["short"],
+        peer["name"],
         peer["state"],
         _since(peer["state_since"], at),
         experts,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from swarm.ids import ModelId, format_index_set, parse_index_set
+from swarm.registry.names import shown_name
 from swarm.registry.records import ExpertAnnouncement, ModelOffer
 
 Json = dict[str, Any]
@@ -20,8 +21,13 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _DIRECT, _RELAY = "direct", "relay"
 
 
-def map_of_records(records: Iterable[object], *, wall_now: float, join: str = "") -> Json:
-    """Return the map of announced peers and models; other records are passed over."""
+def map_of_records(
+    records: Iterable[object], *, wall_now: float, join: str = "", leaderboard: Json | None = None
+) -> Json:
+    """Return the map of announced peers and models; other records are passed over.
+
+    `leaderboard`: see `swarm.registry.leaderboard`; None: nobody's receipts count here.
+    """
     holders: list[ExpertAnnouncement] = []
     offers: dict[ModelId, ModelOffer] = {}
     for record in records:
@@ -45,6 +51,7 @@ def map_of_records(records: Iterable[object], *, wall_now: float, join: str = ""
         "tokens_per_s": None,
         "place": None,
         "join": join,
+        "leaderboard": leaderboard,
         "peers": [_peer(of_node[node]) for node in sorted(of_node)],
     }
 
@@ -86,7 +93,7 @@ def _peer(records: list[ExpertAnnouncement]) -> Json:
     return {
         "id": str(first.node),
         "short": first.node.short,
-        "name": first.name,
+        "name": shown_name(first.name),
         "place": list(first.place) if first.place is not None else None,
         "models": [str(record.model) for record in records],
         "state": "loading" if all(record.is_loading for record in records) else "announced",

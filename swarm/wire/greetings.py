@@ -21,6 +21,7 @@ from swarm.identity import Identity, is_valid_signature
 from swarm.ids import NodeId
 from swarm.wire import messages as m
 from swarm.wire.frames import FrameType
+from swarm.wire.versions import choose_version, disagreement, own_disagreement
 
 NONCE_BYTES = 32
 
@@ -99,6 +100,7 @@ class Greeter:
         self._identity = identity
         self._is_client = is_client
         self._versions = versions
+        self._their_versions: tuple[int, ...] = ()  # as a client, once it is known
         self.nonce = nonce
 
     def challenge(self) -> m.Challenge:
@@ -125,8 +127,9 @@ class Greeter:
                 raise VersionRefused(f"wire version: got {message.version}, expected one of {self._versions}")
             return Step(state=State.OPEN, version=message.version)
         if self._is_client and state is State.WELCOMING and isinstance(message, m.Refusal):
-            kind = VersionRefused if message.code == m.ErrorCode.VERSION else RemoteProtocolError
-            raise kind(f"the other side refused the greeting: {message.detail}")
+            if message.code == m.ErrorCode.VERSION:
+                raise VersionRefused(self._why_refused(message.detail))
+            raise RemoteProtocolError(f"the other side refused the greeting: {message.detail}")
         if not self._is_client and state is State.GREETING and isinstance(message, m.Hello):
             return self._check_hello(message)
         raise RemoteProtocolError(f"wrong greeting: got {type(message).__name__} in state {state.name}")
@@ -134,6 +137,7 @@ class Greeter:
     def _answer_challenge(self, challenge: m.Challenge) -> Step:
         assert self.remote is not None  # by __init__
         self.observed_address, self.nonce = challenge.observed_address, challenge.nonce
+        self._their_versions = challenge.versions
         client = self._identity.node_id
         statement = hello_statement(server=self.remote, nonce=challenge.nonce, client=client, versions=self._versions)
         hello = m.Hello(node_id=client, versions=self._versions, signature=self._identity.sign(statement))
@@ -145,11 +149,19 @@ class Greeter:
         )
         if not is_valid_signature(hello.node_id, hello.signature, statement):
             raise RemoteProtocolError(f"the hello's signature is not that of node {hello.node_id.short}")
-        common = set(hello.versions) & set(self._versions)
-        if not common:
-            detail = f"wire versions: got {sorted(hello.versions)}, expected one of {sorted(self._versions)}"
+        version = choose_version(hello.versions, self._versions)
+        if version is None:
+            if not hello.versions:
+                raise RemoteProtocolError("a hello without a wire version")
+            detail = disagreement(hello.versions, self._versions)
             refusal = m.Refusal(code=m.ErrorCode.VERSION, detail=detail)
             return Step(state=State.CLOSED, reply=refusal, error=VersionRefused(detail))
         self.remote, self.observed_address = hello.node_id, None
-        version = max(common)
         return Step(state=State.OPEN, reply=m.Welcome(version=version), version=version)
+
+    def _why_refused(self, detail: str) -> str:
+        """Return why a server has refused our versions: in our words where it told its own, else in its words."""
+        theirs = self._their_versions
+        if not theirs or choose_version(self._versions, theirs) is not None:
+            return f"the other side refused the greeting: {detail}"
+        return own_disagreement(self._versions, theirs)

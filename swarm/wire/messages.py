@@ -296,7 +296,7 @@ class GetStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A node's state as one JSON object in UTF-8."""
+    """A node's state as one JSON object in UTF-8; `receipts` among it are for who asks, or what a peer presents."""
 
     data: bytes
 

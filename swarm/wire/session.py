@@ -56,8 +56,9 @@ from swarm.wire.frames import (
     frame_type_of,
 )
 from swarm.wire.greetings import Greeter, State
+from swarm.wire.versions import WIRE_VERSIONS as WIRE_VERSIONS
+from swarm.wire.versions import speaks
 
-WIRE_VERSIONS: tuple[int, ...] = (1,)  # stays (1,) until the first release
 ALPN = "swarm/1"
 GREETING_EXCHANGE = 1
 
@@ -135,6 +136,7 @@ class Session:
         self.state = State.GREETING
         self.is_client = is_client
         self.remote = expected
+        self.version: int | None = None  # agreed upon, once it is open
         self._serves = {FRAME_TYPE_OF[request]: m.RESPONSE_TO[request] for request in serves}
         self._incoming: dict[int, _Incoming] = {}
         self._early: list[tuple[int, bytes | None, bool]] = []  # (exchange, bytes or None for a reset, is the end)
@@ -176,9 +178,13 @@ class Session:
         Raises:
             LocalProtocolError: the session is not open.
             Overloaded: too many answers are outstanding; nothing was sent.
+            RemoteRefused: the other side's program is too old to know this request; nothing was sent.
         """
         if self.state is not State.OPEN:
             raise LocalProtocolError(f"request in the wrong state: got {self.state.name}, expected OPEN")
+        if not speaks(self.version, type(message)):
+            detail = f"{type(message).__name__} is unknown to the other side: it speaks wire version {self.version}"
+            raise RemoteRefused(detail, remote_code=m.ErrorCode.NOT_ALLOWED)
         if len(self._waiting) >= MAX_EXCHANGES:
             raise Overloaded(f"too many requests wait on one link: got {len(self._waiting)}", retry_after_s=0.1)
         data = encode(message)
@@ -561,7 +567,7 @@ class Session:
         self.state = step.state
         if step.version is None:
             return []
-        self.remote = self._greeter.remote
+        self.remote, self.version = self._greeter.remote, step.version
         assert self.remote is not None  # by the greeter
         return [Opened(remote=self.remote, version=step.version, observed_address=self._greeter.observed_address)]
 

@@ -154,3 +154,20 @@ async def test_rude_clients_get_clear_errors_and_the_others_their_answers(
     for _, writer in slow:
         writer.close()
     assert await metric(client, swarm, "swarm_requests_running") == 0
+
+
+async def test_reproducible_answers_are_the_same_alone_and_among_others(
+    tmp_path: Path, tiny_moe: Path, client: aiohttp.ClientSession
+) -> None:
+    """Bit by bit, so that texts at a high temperature are the same too: a seed draws from the same logits."""
+    prompts = ["The :mod:`json` module provides " + "an interface to " * n for n in range(0, 40, 5)]
+    fields = [{"prompt": prompt, "temperature": 1.5, "seed": 3, "max_tokens": 24} for prompt in prompts]
+    async with LocalSwarm(tmp_path) as processes:
+        backbone = await processes.start_backbone(tiny_moe / "model-Q4_K_M.gguf", "--reproducible", "--ctx", "512")
+        assert backbone.ready["wire"] == "exact"
+        await processes.add_peers(2, N_EXPERT, "--exact-kernels")
+        swarm = RunningSwarm(processes, backbone)
+        await swarm.wait_healthy()
+        together = await asyncio.gather(*(text_of(client, swarm, **each) for each in fields))
+        for each, text in zip(fields, together, strict=True):
+            assert await text_of(client, swarm, **each) == text

@@ -54,6 +54,7 @@ async def agreed(url: str, *, servable: bool) -> dict[str, Any]:
 
 
 async def test_what_the_map_calls_servable_is_what_a_request_gets(tmp_path: Path, tiny_moe: Path) -> None:
+    """Scenario 10 (a green page while blocks are missing), and 11: killed and back within seconds, with one entry."""
     async with LocalSwarm(tmp_path) as processes:
         backbone = await processes.start_backbone(tiny_moe / "model-Q4_K_M.gguf")
         url = backbone.ready["url"]

@@ -14,12 +14,12 @@ import pytest
 from swarm.backbone.share import ModelShare
 from swarm.errors import NetworkError, RemoteRefused
 from swarm.identity import Identity
-from swarm.ids import ModelId, NodeId
+from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest, build_manifest
 from swarm.model.source import GgufSource
 from swarm.net.addresses import parse_address
-from swarm.registry.records import ModelOffer
+from swarm.registry.records import ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
 from tests.synthetic_moe import write_synthetic_moe
@@ -48,6 +48,21 @@ def offer(manifest_or_id: Manifest | ModelId, number: int = 1, **fields: Any) ->
         "offers_blocks": True,
     }
     return ModelOffer(**values | fields)
+
+
+def announcement(manifest: Manifest, number: int, experts: ExpertSet, **fields: Any) -> ExpertAnnouncement:
+    values: dict[str, Any] = {
+        "node": node(number),
+        "seq": 1,
+        "ttl_s": 60,
+        "model": manifest.model_id,
+        "model_name": "small",
+        "experts": experts,
+        "addresses": (f"192.0.2.{number}:7000",),
+        "exact_kernels": False,
+        "wire_versions": (1,),
+    }
+    return ExpertAnnouncement(**values | fields)
 
 
 def dispatch(layer: int = 0, *, experts: tuple[int, ...] = (1, 2, 3), **fields: Any) -> m.Dispatch:
@@ -109,10 +124,12 @@ class FakeNetwork:
         nodes: who can be reached.
         requests: (node, request) in the order they came.
         listed: the offers that the registry knows; None: it cannot be asked.
+        peers: the announcements that it knows.
     """
 
     nodes: dict[NodeId, Answer] = field(default_factory=dict)
     listed: list[ModelOffer] | None = field(default_factory=list)
+    peers: list[ExpertAnnouncement] = field(default_factory=list)
     requests: list[tuple[NodeId, m.Request]] = field(default_factory=list)
     n_lookups: int = 0
 
@@ -123,6 +140,13 @@ class FakeNetwork:
         self.listed.append(listed)
         self.nodes[listed.node] = answer or model.share().answer
         return listed
+
+    def add_peer(self, model: SmallModel, number: int, experts: ExpertSet, answer: Answer | None = None) -> NodeId:
+        """Announce a peer with these experts, which gives their blocks away, or answers by `answer`."""
+        known = announcement(model.manifest, number, experts)
+        self.peers.append(known)
+        self.nodes[known.node] = answer or model.share().answer
+        return known.node
 
     def blocks_asked(self, number: int | None = None) -> list[tuple[int, int]]:
         """Return the (layer, expert) of every block request, of all nodes or of one."""
@@ -140,16 +164,20 @@ class FakeNetwork:
             raise NetworkError("no registry answers")
         return [each for each in self.listed if model in (None, each.model)]
 
+    async def holders(self, model: ModelId) -> list[ExpertAnnouncement]:
+        """Return the peers of that model."""
+        return [each for each in self.peers if each.model == model]
+
     # As a Pool
 
     async def connect(self, to: NodeId, addresses: Sequence[tuple[str, int]], **_: object) -> FakeConnection:
         if to not in self.nodes:
             raise NetworkError(f"node {to.short} cannot be reached")
-        known = {each.node: each.addresses for each in self.listed or []}
+        known = {each.node: each.addresses for each in [*(self.listed or []), *self.peers]}
         assert list(addresses) == [parse_address(text) for text in known.get(to, ())] or not known
         return FakeConnection(self, to)
 
-    async def reach(self, who: ModelOffer, **_: object) -> FakeConnection:
+    async def reach(self, who: ModelOffer | ExpertAnnouncement, **_: object) -> FakeConnection:
         return await self.connect(who.node, [parse_address(text) for text in who.addresses])
 
 

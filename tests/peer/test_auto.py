@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from peer import auto
-from peer.auto import OVERHEAD_BYTES, SETTLE_S, AutoExperts, Chooser
+from peer.auto import OVERHEAD_BYTES, SETTLE_S, AutoExperts, Chooser, require_memory
 from swarm.errors import NetworkError, SwarmError, UserError
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.model.spec import ModelSpec
@@ -57,7 +59,9 @@ class Pool:
     async def offers(self, model: ModelId | None = None) -> list[ModelOffer]:
         return self.offered
 
-    def announce(self, node: NodeId, experts: ExpertSet, *, is_loading: bool = False) -> None:
+    def announce(
+        self, node: NodeId, experts: ExpertSet, *, is_loading: bool = False, is_choosing: bool = False
+    ) -> None:
         self.listed[node] = ExpertAnnouncement(
             node=node,
             seq=1,
@@ -69,6 +73,7 @@ class Pool:
             exact_kernels=False,
             wire_versions=(1,),
             is_loading=is_loading,
+            is_choosing=is_choosing,
         )
 
 
@@ -80,9 +85,11 @@ def chooser(pool: Pool, node: NodeId, n_experts: int, publishers: Publishers | N
 async def join(pool: Pool, node: NodeId, n_experts: int) -> ExpertSet:
     async def claim(experts: ExpertSet) -> None:
         await asyncio.sleep(0.05)  # a round trip
-        pool.announce(node, experts, is_loading=True)
+        pool.announce(node, experts, is_loading=True, is_choosing=True)
 
-    return await chooser(pool, node, n_experts).join(claim)
+    chosen = await chooser(pool, node, n_experts).join(claim)
+    pool.announce(node, chosen, is_loading=True)
+    return chosen
 
 
 @pytest.mark.parametrize("pair", [(1, 2), (3, 7), (8, 4), (5, 6)])
@@ -101,6 +108,41 @@ def test_four_who_join_at_once_cover_the_model() -> None:
         pool = Pool()
         slices = await asyncio.gather(*(join(pool, NODES[number], 2) for number in (2, 4, 6, 8)))
         assert set().union(*map(set, slices)) == set(Spec.all_experts)
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("spread_s", [0.0, 0.4, 3.0])
+@pytest.mark.parametrize("seed", range(4))
+def test_ten_who_come_within_seconds_leave_no_block_with_three_holders_while_another_has_one(
+    seed: int, spread_s: float
+) -> None:
+    rng = random.Random(seed)
+    sizes = [rng.choice((1, 2, 3, 4)) for _ in range(10)]
+    nodes = [NodeId(rng.randbytes(32)) for _ in sizes]
+
+    async def main() -> None:
+        pool = Pool()
+
+        async def late(node: NodeId, size: int) -> None:
+            await asyncio.sleep(rng.uniform(0, spread_s))
+            await join(pool, node, size)
+
+        await asyncio.gather(*(late(node, size) for node, size in zip(nodes, sizes, strict=True)))
+        counts = Counter(block for record in pool.listed.values() for block in record.experts)
+        n_holders = [counts[block] for block in Spec.all_experts]
+        assert min(n_holders) >= 1
+        assert not (max(n_holders) >= 3 and min(n_holders) == 1), sorted(n_holders)
+
+    virtual_time.run(main())
+
+
+def test_a_newcomer_that_keeps_to_some_layers_is_taken_at_its_word() -> None:
+    async def main() -> None:
+        pool = Pool()
+        pool.announce(NODES[0], ExpertSet({0: frozenset({1, 2})}), is_loading=True, is_choosing=True)
+        chosen = await join(pool, NODES[5], 7)
+        assert not {(0, 1), (0, 2)} & set(chosen)
 
     virtual_time.run(main())
 
@@ -177,6 +219,14 @@ def test_a_peer_that_doubles_others_moves_to_the_gap_and_then_stays() -> None:
         assert mine.size_bytes(better) == 4 * BLOCK
 
     virtual_time.run(main())
+
+
+def test_named_experts_that_do_not_fit_are_the_users_mistake() -> None:
+    spec, experts = cast(ModelSpec, Spec()), ExpertSet.of(LAYERS, range(3))
+    require_memory(spec, experts, None)
+    require_memory(spec, experts, OVERHEAD_BYTES + 6 * BLOCK)
+    with pytest.raises(UserError, match=f"got {OVERHEAD_BYTES} bytes, expected at least {OVERHEAD_BYTES + 6 * BLOCK}"):
+        require_memory(spec, experts, OVERHEAD_BYTES)
 
 
 def test_a_budget_in_which_nothing_fits_is_the_users_mistake() -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 
 from peer import compute
+from peer.batching import N_SHARED
 from peer.compute import Compute
 from swarm.errors import EngineError, ExpertsNotHeld, Overloaded, RemoteProtocolError
 from swarm.experts.executor import ExpertExecutor
@@ -376,3 +377,73 @@ async def test_a_dispatch_whose_answer_fits_no_frame_is_refused_before_it_is_com
     with pytest.raises(RemoteProtocolError, match="answer is too large"):
         await line.start(asked)
     assert line.stats.n_dispatches == 1
+
+
+async def ask(line: Compute, asked: m.Dispatch, asker: object = None) -> bool:
+    """Ask as a peer does; return whether the answer came at once."""
+    answer = line.at_once(asked, asker)
+    if answer is None:
+        await line.start(asked, asker)
+    return answer is not None
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, executor: FakeExecutor) -> None:
+    """Everything counts as short, and nothing is held up."""
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    executor.may_end.set()
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_short_dispatch_of_the_only_asker_is_answered_at_once(line: Compute, executor: FakeExecutor) -> None:
+    assert not await ask(line, dispatch()), "how long it takes is not known yet"
+    executor.threads.clear()
+    answer = line.at_once(dispatch())
+    assert answer is not None
+    assert answer.rows.shape == (2, D)
+    assert executor.threads == {"MainThread"}
+    assert line.n_in_line == 0
+    assert (line.stats.n_dispatches, line.stats.n_computations, line.stats.n_rows) == (2, 2, 4)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_nothing_is_computed_at_once_in_front_of_who_waits_nor_what_may_take_long(
+    line: Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await ask(line, dispatch())
+    waiting = line.start(dispatch())
+    assert line.at_once(dispatch()) is None
+    await waiting
+    assert line.at_once(dispatch()) is not None
+    monkeypatch.setattr(compute, "INLINE_S", 0.0)
+    assert line.at_once(dispatch()) is None
+    line.stop()
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    assert line.at_once(dispatch()) is None, "it takes up nothing more"
+
+
+@pytest.mark.usefixtures("quick")
+async def test_where_several_ask_they_meet_in_the_line(line: Compute) -> None:
+    """Else whoever finds the thread at rest would never be charged."""
+    await ask(line, dispatch(), "a")
+    assert await ask(line, dispatch(), "a")
+    assert not await ask(line, dispatch(), "b")
+    assert not await ask(line, dispatch(), "a")
+    assert not await ask(line, dispatch(), "a"), "another asked lately"
+    for _ in range(N_SHARED):
+        await ask(line, dispatch(), "a")
+    assert await ask(line, dispatch(), "a"), "long ago"
+
+
+async def test_what_fails_at_once_fails_as_in_the_line(
+    real_line: Compute, real_executor: ExpertExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compute, "INLINE_S", 60.0)
+    in_line = await real_line.start(dispatch())
+    at_once = real_line.at_once(dispatch())
+    assert at_once is not None
+    np.testing.assert_array_equal(at_once.rows, in_line.rows)
+    with pytest.raises(ExpertsNotHeld):
+        real_line.at_once(dispatch(experts=(1, 4)))
+    with pytest.raises(RemoteProtocolError, match="bad weights"):
+        real_line.at_once(dispatch(weights=np.array([0.5, np.nan, 0.5], np.float32)))

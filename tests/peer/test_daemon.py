@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 
-from peer import auto, daemon, fetch
+from peer import auto, daemon, fetch, opening
 from peer.auto import AutoExperts
 from peer.compute import MAX_LINE, ComputeStats
 from peer.config import PeerConfig, PeerReady, Progress
@@ -27,6 +28,7 @@ from swarm.errors import (
     IntegrityError,
     Leaving,
     NetworkError,
+    NotAgreed,
     Overloaded,
     RemoteProtocolError,
     UserError,
@@ -43,6 +45,8 @@ from swarm.model.slices import write_slice
 from swarm.net.addresses import parse_address
 from swarm.net.path_finder import Face
 from swarm.net.reachability import Reach
+from swarm.peer_report import Scarcity, Standing
+from swarm.plan.prospect import Prospect
 from swarm.registry import announcer
 from swarm.registry.client import RegistryAddress
 from swarm.registry.records import (
@@ -55,6 +59,7 @@ from swarm.registry.records import (
 )
 from swarm.registry.scarcity import MOVE_PAUSE_S
 from swarm.wire import messages as m
+from swarm.wire.receipts import Totals, day_of, sign_receipt
 from swarm.wire.rows import RowCodec
 from swarm.wire.session import WIRE_VERSIONS
 from tests.peer.conftest import FakeNetwork, SmallModel, dispatch, node
@@ -75,7 +80,11 @@ class FakeEndpoint:
         self.serves = options["serves"]
         self.is_open = False
         self.bytes_sent = self.repair_bytes = self.bytes_received = 0
+        self.connections: list[Any] = []
         type(self).last = self
+
+    def open_connections(self) -> list[Any]:
+        return self.connections
 
     async def __aenter__(self) -> Self:
         self.is_open = True
@@ -85,7 +94,8 @@ class FakeEndpoint:
         self.is_open = False
 
     async def ask(self, request: m.Request, *, backbone: NodeId = BACKBONE) -> Any:
-        return await self.handler(SimpleNamespace(remote=backbone), request)
+        answer = self.handler(SimpleNamespace(remote=backbone), request)
+        return answer if isinstance(answer, m.Result) else await answer
 
 
 class FakeFinder:
@@ -105,6 +115,9 @@ class FakeFinder:
 
     def how_reached(self) -> Reach:
         return Reach.PUBLIC
+
+    def mapping(self) -> m.Mapping:
+        return m.Mapping.NONE
 
     def face(self, address: str, **_: Any) -> Face:
         return Face(addresses=(address,), is_public=True, vouchers=())
@@ -284,7 +297,9 @@ async def test_without_a_file_the_registrys_only_model_is_fetched(
     async with joined(config(), Seen()) as (ready, _):
         assert ready.experts == "experts 1-3 of layers 0-1"
         assert sorted(network.blocks_asked()) == [(layer, expert) for layer in (0, 1) for expert in (1, 2, 3)]
-    assert seen == {"fetching": [(n, 6) for n in range(7)], "loading": [(n, 6) for n in range(1, 7)]}
+    size = small.manifest.spec.block_size_bytes(0)
+    fetched = [(n * size, 6 * size) for n in range(7)]
+    assert seen == {"fetching": fetched, "loading": [(n, 6) for n in range(1, 7)]}
     network.requests.clear()
     async with joined(config()):
         assert network.blocks_asked() == [], "the blocks are there already"
@@ -324,8 +339,8 @@ async def test_without_a_registry_nothing_is_hashed_or_loaded(
         raise NetworkError("no registry answers at 127.0.0.1:7440: no answer within 5 s")
 
     monkeypatch.setattr(FakeRegistry, "observed_address", away)
-    monkeypatch.setattr(daemon, "open_model_file", lambda *_: pytest.fail("opened first"))
-    monkeypatch.setattr(daemon, "choose_model", lambda *_: pytest.fail("chosen first"))
+    monkeypatch.setattr(opening, "open_model_file", lambda *_: pytest.fail("opened first"))
+    monkeypatch.setattr(opening, "choose_model", lambda *_: pytest.fail("chosen first"))
     with pytest.raises(NetworkError, match=r"^no registry answers at 127\.0\.0\.1:7440: .*; nothing was loaded"):
         await refused(config(model_file=small.path if from_file else None))
 
@@ -480,8 +495,9 @@ async def test_a_claim_is_withdrawn_when_the_experts_cannot_be_had(
     network.add(small, 1, lying(small))
     with pytest.raises(IntegrityError):
         await refused(config(experts=room_for(small, 2)))
-    claim, last = FakeRegistry.published
-    assert claim.is_loading
+    *claims, last = FakeRegistry.published
+    assert claims
+    assert all(claim.is_loading for claim in claims)
     assert isinstance(last, Withdrawal)
 
 
@@ -698,7 +714,7 @@ async def test_a_planted_fault_changes_one_byte_after_the_check(
 
 async def test_a_dispatch_is_answered_and_counted(small: SmallModel, config: Callable[..., PeerConfig]) -> None:
     async with joined(config(model_file=small.path)) as (_, endpoint):
-        assert set(endpoint.serves) == {m.Dispatch, m.GetStatus}
+        assert set(endpoint.serves) == {m.Dispatch, m.GetStatus, m.GetManifest, m.GetBlock}
         result = await endpoint.ask(tagged(small))
         assert isinstance(result, m.Result)
         assert result.rows.shape == (2, 64)
@@ -738,6 +754,9 @@ class HeldCompute:
         self.stats = ComputeStats(n_computations=10, compute_s=1.0)
         self.line: list[asyncio.Future[m.Result]] = []
         self.is_stopped = False
+
+    def at_once(self, request: m.Dispatch, asker: object) -> None:
+        return None
 
     def start(self, request: m.Dispatch, asker: object) -> asyncio.Future[m.Result]:
         answer: asyncio.Future[m.Result] = asyncio.get_running_loop().create_future()
@@ -851,8 +870,8 @@ async def test_a_backbone_has_its_share_of_the_line_and_is_told_when_to_come_bac
 
 async def test_anything_else_breaks_the_protocol(small: SmallModel, config: Callable[..., PeerConfig]) -> None:
     async with joined(config(model_file=small.path)) as (_, endpoint):
-        with pytest.raises(RemoteProtocolError, match="not for a peer: got GetManifest"):
-            await endpoint.ask(m.GetManifest(model_id=small.manifest.model_id))
+        with pytest.raises(RemoteProtocolError, match="not for a peer: got Watch"):
+            await endpoint.ask(m.Watch(model_id=small.manifest.model_id, cursor=0))
 
 
 async def test_while_it_loads_a_peer_tells_its_status_and_refuses_dispatches(
@@ -878,3 +897,178 @@ async def test_while_it_loads_a_peer_tells_its_status_and_refuses_dispatches(
     assert task.cancelled()
     assert FakeRegistry.published == []
     assert [to for to, _ in network.requests] == [node(1)]
+
+
+# What the volunteer is asked and shown
+
+
+class Link:
+    """A connection to a node that answers nothing."""
+
+    rtt_s = 0.01
+
+    def __init__(self, remote: NodeId, *, is_client: bool) -> None:
+        self.remote, self.is_client, self.is_open = remote, is_client, True
+        self.path = SimpleNamespace(is_relayed=False)
+
+    def close(self) -> None:
+        self.is_open = False
+
+    async def request(self, message: m.Request, **_: Any) -> m.Response:
+        raise NetworkError("no answer")
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+async def test_a_volunteer_is_asked_before_anything_is_fetched_or_loaded(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, from_file: bool
+) -> None:
+    network.add(small, 1)
+    made = config(model_file=small.path if from_file else None, max_upload_bytes_s=1e6)
+    asked: list[Prospect] = []
+
+    async def refuse(plan: Prospect) -> bool:
+        asked.append(plan)
+        return False
+
+    with pytest.raises(NotAgreed):
+        await PeerDaemon(made, IDENTITY, agree=refuse).run(lambda _: pytest.fail("it must not get ready"))
+    (plan,) = asked
+    assert network.blocks_asked() == []
+    assert FakeRegistry.published == []
+    block = small.manifest.spec.block_size_bytes(0)
+    n_fetch = 0 if from_file else 6
+    assert (plan.n_blocks, plan.slice_bytes, plan.n_fetch, plan.fetch_bytes) == (6, 6 * block, n_fetch, n_fetch * block)
+    assert plan.publisher == ("" if from_file else str(node(1)))
+    assert (plan.max_upload_bytes_s, plan.max_download_bytes_s) == (1e6, None)
+
+    async def agree(plan: Prospect) -> bool:
+        asked.append(plan)
+        return True
+
+    ready = asyncio.Event()
+    task = asyncio.create_task(PeerDaemon(made, IDENTITY, agree=agree).run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), 10)
+    task.cancel()
+    await asyncio.wait([task])
+    if not from_file:
+        assert len(network.blocks_asked()) == 6
+        with pytest.raises(NotAgreed):
+            await PeerDaemon(made, IDENTITY, agree=refuse).run(lambda _: None)
+        assert asked[-1].fetch_bytes == 0, "what is here already is not fetched again"
+
+
+async def test_a_claim_that_the_volunteer_does_not_want_is_withdrawn(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
+) -> None:
+    network.add(small, 1)
+
+    async def refuse(plan: Prospect) -> bool:
+        return False
+
+    with pytest.raises(NotAgreed):
+        await PeerDaemon(config(experts=room_for(small, 2)), IDENTITY, agree=refuse).run(lambda _: None)
+    assert isinstance(FakeRegistry.published[-1], Withdrawal)
+    assert network.blocks_asked() == []
+
+
+async def test_a_report_follows_a_peer_from_joining_to_leaving(
+    small: SmallModel, config: Callable[..., PeerConfig]
+) -> None:
+    told = []
+
+    class Told(Progress):
+        def leaving(self) -> None:
+            told.append(peer.report().standing)
+
+    FakeRegistry.others = [other_peer(small, ExpertSet.of([0, 1], [1]))]
+    peer = PeerDaemon(config(model_file=small.path, is_watched=True), IDENTITY, Told())
+    assert peer.report().standing is Standing.JOINING
+    ready = asyncio.Event()
+    task = asyncio.create_task(peer.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), 10)
+    await let_run()
+    FakeEndpoint.last.connections = [
+        Link(remote, is_client=is_client)
+        for is_client, remote in ((False, BACKBONE), (False, OTHER_BACKBONE), (True, BACKBONE))
+    ]
+    FakeEndpoint.last.bytes_sent, FakeEndpoint.last.repair_bytes, FakeEndpoint.last.bytes_received = 7, 2, 5
+    await FakeEndpoint.last.ask(tagged(small))
+    report = peer.report()
+    assert (report.standing, report.why, report.reach) == (Standing.SERVING, "", "public")
+    assert [view.node for view in report.backbones] == [str(BACKBONE)], "who has asked for something"
+    assert (report.n_rows, report.n_pairs, report.n_in_line) == (2, 3, 0)
+    assert (report.bytes_sent, report.bytes_received) == (9, 5)
+    assert report.scarcity == Scarcity(n_blocks=6, n_alone=4, n_others_least=0, n_others_most=1)
+    peer._pauses.why = "others need the machine"
+    assert (peer.report().standing, peer.report().why) == (Standing.RESTING, "others need the machine")
+    peer._pauses.why = ""
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+    assert told == [Standing.LEAVING]
+
+
+async def test_a_peer_that_rests_finishes_what_it_has_and_parts_from_its_users_alone(
+    small: SmallModel, config: Callable[..., PeerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peer.slice.Compute", HeldCompute)
+    peer = PeerDaemon(config(model_file=small.path), IDENTITY)
+    ready = asyncio.Event()
+    task = asyncio.create_task(peer.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), 10)
+    assert peer._slice is not None
+    compute, endpoint = peer._slice.compute, FakeEndpoint.last
+    assert isinstance(compute, HeldCompute)
+    ours, theirs = Link(BACKBONE, is_client=True), Link(BACKBONE, is_client=False)
+    endpoint.connections = [ours, theirs]
+    asked = asyncio.create_task(endpoint.ask(tagged(small)))
+    await let_run()
+    is_busy = True
+    monkeypatch.setattr(peer._pauses, "_reasons", [lambda: "others need the machine" if is_busy else ""])
+    peer._pauses.look()
+    await let_run()
+    assert isinstance(FakeRegistry.published[-1], Withdrawal)
+    assert theirs.is_open, "it has something to finish"
+    with pytest.raises(Leaving):
+        await endpoint.ask(tagged(small))
+    compute.line[0].set_result(some_result())
+    await asked
+    await until(lambda: not theirs.is_open)
+    is_busy = False
+    peer._pauses.look()
+    await until(lambda: isinstance(FakeRegistry.published[-1], ExpertAnnouncement))
+    assert ours.is_open, "its own connections, to the registry, stay"
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled()
+
+
+@pytest.mark.parametrize("name", ["", "Ann"])
+async def test_receipts_are_fetched_kept_and_presented_by_who_shows_a_name(
+    small: SmallModel, config: Callable[..., PeerConfig], name: str
+) -> None:
+    backbone = Identity.from_seed(b"7" * 32)
+    totals = Totals(n_rows=2, n_pairs=3, weight=3000)
+    day = day_of(time.time())
+    receipt = sign_receipt(backbone, peer=IDENTITY.node_id, period=bytes(8), day=day, totals=totals)
+
+    class Asked:
+        remote, is_client, is_open, rtt_s = backbone.node_id, False, True, 0.01
+        n_asked = 0
+
+        async def request(self, message: m.Request, *, timeout_s: float, max_answer_bytes: int) -> m.Status:
+            Asked.n_asked += 1
+            return m.Status(data=json.dumps({"receipts": [receipt.text]}).encode())
+
+    settings = config(model_file=small.path, name=name)
+    async with joined(settings) as (_, endpoint):
+        endpoint.connections = [Asked()]
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+        assert status["contribution"] == {"n_rows": 0, "n_pairs": 0, "points": 0}
+        assert ("receipts" in status) == bool(name)
+        await endpoint.ask(tagged(small), backbone=backbone.node_id)
+    assert Asked.n_asked == 1, "who leaves asks for the last one"
+    async with joined(settings) as (_, endpoint):
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+    assert status["contribution"] == {"n_rows": 2, "n_pairs": 3, "points": 3}
+    assert status.get("receipts") == ([receipt.text] if name else None)

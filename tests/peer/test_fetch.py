@@ -18,7 +18,7 @@ from swarm.ids import ExpertSet, ModelId
 from swarm.model import block_store
 from swarm.model.block_store import BlockStore
 from swarm.wire import messages as m
-from tests.peer.conftest import Answer, FakeNetwork, SmallModel, node, offer, wait_until
+from tests.peer.conftest import Answer, FakeNetwork, SmallModel, announcement, node, offer, wait_until
 
 A, B = ModelId(bytes.fromhex("abcd" + "11" * 30)), ModelId(bytes.fromhex("abce" + "22" * 30))
 WANTED = ExpertSet.of([0, 1], [1, 2, 5])
@@ -74,6 +74,15 @@ def test_an_offer_without_blocks_is_no_source() -> None:
         choose_model([bare, offer(A, 1, model_name="one", offers_blocks=False)], None)
     with pytest.raises(UserError, match="no model 'other'"):
         choose_model([bare], "other")
+
+
+def test_the_web_or_peers_make_up_for_a_backbone_without_blocks() -> None:
+    on_the_web = offer(A, 1, offers_blocks=False, sources=("hf://owner/repo/m.gguf",))
+    assert choose_model([on_the_web], None) == (A, [on_the_web])
+    bare = offer(B, 2, offers_blocks=False)
+    assert choose_model([bare], None, held={B}) == (B, [bare])
+    with pytest.raises(UserError, match="no backbone offers its experts"):
+        choose_model([bare], None, held={A})
 
 
 def test_no_model_at_all_says_what_to_do() -> None:
@@ -172,7 +181,8 @@ async def test_each_block_is_one_request_and_is_kept(
     assert store.experts == WANTED
     for layer, expert in WANTED:
         assert store.read_block(layer, expert) == small.source.read_block(layer, expert)
-    assert seen == [(n, 6) for n in range(7)]
+    size = small.manifest.spec.block_size_bytes(0)
+    assert seen == [(n * size, 6 * size) for n in range(7)]
     assert network.n_lookups == 1, "the registry is not asked for each block"
 
 
@@ -326,7 +336,7 @@ async def test_a_download_that_was_cut_goes_on_where_it_stopped(
     await fetcher(network, again, lambda done, _total: seen.append(done)).fetch(WANTED)
     assert Counter(network.blocks_asked()) == Counter(set(WANTED) - kept)
     assert again.experts == WANTED
-    assert seen == [3, 4, 5, 6]
+    assert [n / small.manifest.spec.block_size_bytes(0) for n in seen] == [3, 4, 5, 6]
 
 
 async def test_nobody_is_asked_when_nothing_is_missing(
@@ -377,6 +387,40 @@ async def test_who_offers_no_blocks_is_not_asked_for_them(
     with pytest.raises(NetworkError, match="no offer left"):
         await fetcher(network, store).fetch(WANTED)
     assert network.requests == []
+
+
+async def test_peers_are_asked_for_what_they_hold_and_before_backbones(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    network.add_peer(small, 2, ExpertSet.of([0], [1, 2]))
+    network.peers.append(announcement(small.manifest, 3, WANTED, is_loading=True))
+    await fetcher(network, store).fetch(WANTED)
+    assert sorted(network.blocks_asked(2)) == [(0, 1), (0, 2)]
+    assert sorted(network.blocks_asked(1)) == sorted(set(WANTED) - {(0, 1), (0, 2)})
+
+
+async def test_a_peer_does_not_ask_itself(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:
+    network.add(small, 1)
+    me = network.add_peer(small, 2, WANTED)
+    await SliceFetcher(network, network, store, lambda *_: None, me=me).fetch(WANTED)  # type: ignore[arg-type]
+    assert network.blocks_asked(2) == []
+
+
+async def test_a_busy_peer_is_passed_over_and_a_lying_one_is_left_for_good(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def busy(_request: m.Request) -> m.Response:
+        raise LookupError("computing")
+
+    network.add(small, 1)
+    network.add_peer(small, 2, WANTED, busy)
+    network.add_peer(small, 3, small.manifest.spec.all_experts, flipping(small, 0, 1))
+    await fetcher(network, store).fetch(ExpertSet.of([0], [1]))
+    again = fetcher(network, store)
+    await again.fetch(WANTED)
+    assert store.experts == WANTED
+    assert not [record for record in caplog.records if "computing" in record.message and record.levelname == "WARNING"]
 
 
 async def test_one_block_nobody_gives_ends_the_rest(network: FakeNetwork, small: SmallModel, store: BlockStore) -> None:

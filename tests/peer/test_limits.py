@@ -171,6 +171,17 @@ def test_what_came_in_above_the_download_makes_the_next_ones_wait() -> None:
     traffic.admit(dispatch(1))
 
 
+def test_what_comes_from_the_web_counts_too() -> None:
+    now = 0.0
+    counters = SimpleNamespace(bytes_sent=0, repair_bytes=0, bytes_received=0)
+    traffic = Traffic(counters, max_upload_bytes_s=None, max_download_bytes_s=1e6, now=lambda: now)
+    assert traffic.max_download_bytes_s == 1e6
+    traffic.received(800_000)
+    with pytest.raises(Overloaded) as refused:
+        traffic.admit(dispatch(1))
+    assert refused.value.retry_after_s == pytest.approx(0.3)
+
+
 async def test_a_fetch_keeps_to_the_download_and_leaves_no_debt_to_dispatches(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     counters = SimpleNamespace(bytes_sent=0, repair_bytes=0, bytes_received=0)

@@ -13,6 +13,7 @@ COMMANDS = {
     "dispatch": ("swarm.cli.bench.dispatch", "dispatch"),
     "bytes": ("swarm.cli.bench.wire_bytes", "wire_bytes"),
     "transport": ("swarm.cli.bench.transport", "transport"),
+    "links": ("swarm.cli.bench.links", "links"),
     "sweep": ("swarm.cli.bench.sweep", "sweep"),
     "experts": ("swarm.cli.bench.experts", "experts"),
     "gateway": ("swarm.cli.bench.gateway", "gateway"),

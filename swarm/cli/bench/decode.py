@@ -16,6 +16,8 @@ from swarm.bench.in_process import (
 from swarm.cli.bench.options import (
     InProcessThreadsOption,
     JitterOption,
+    LinkKind,
+    LinkOption,
     LossOption,
     ModelOption,
     PathSeedOption,
@@ -61,6 +63,7 @@ def decode(
         bool,
         typer.Option("--compare-overlap", help="Decode in turn without running the shared expert during round trips."),
     ] = False,
+    link: LinkOption = LinkKind.QUIC,
     threads: InProcessThreadsOption = None,
     record: RecordOption = None,
     as_json: JsonOption = False,
@@ -92,6 +95,7 @@ def decode(
         n_prompt=prompt_tokens,
         text=text_file(text) if text is not None else None,
         compares_overlap=compare_overlap,
+        link=link.value,
     )
     with ProgressBars() as bars:
         figures = run_async(measure_decode(options, lambda done, total: bars.update("repetitions", done, total)))

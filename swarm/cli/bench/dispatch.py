@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from functools import partial
 from typing import Annotated
 
@@ -15,6 +14,8 @@ from swarm.bench.in_process import (
 from swarm.cli.bench.options import (
     InProcessThreadsOption,
     JitterOption,
+    LinkKind,
+    LinkOption,
     LossOption,
     PeersOption,
     RateOption,
@@ -31,13 +32,6 @@ from swarm.cli.options import JsonOption
 from swarm.cli.run_record import finish
 from swarm.cli.runtime import ProgressBars, run_async
 from swarm.wire.rows import parse_wire
-
-
-class LinkKind(StrEnum):
-    """What carries dispatches."""
-
-    QUIC = "quic"
-    AUTO = "auto"
 
 
 def dispatch(
@@ -59,9 +53,7 @@ def dispatch(
         bool,
         typer.Option("--serial", help="Ask the peers one after the other too; only tokens that need every peer."),
     ] = False,
-    link: Annotated[
-        LinkKind, typer.Option("--link", help="quic alone, or auto: TLS links beside it on short, clean paths.")
-    ] = LinkKind.QUIC,
+    link: LinkOption = LinkKind.QUIC,
     threads: InProcessThreadsOption = None,
     record: RecordOption = None,
     as_json: JsonOption = False,

@@ -23,7 +23,7 @@ from swarm.cli.bench.options import (
 from swarm.cli.options import JsonOption
 from swarm.cli.run_record import finish
 from swarm.cli.runtime import ProgressBars, run_async
-from swarm.cli.serving_options import DEFAULT_LANES, FillWaitOption, LanesOption
+from swarm.cli.serving_options import DEFAULT_LANES, FillWaitOption, LanesOption, ReproducibleOption
 from swarm.errors import UserError
 from swarm.units import parse_duration_s
 from swarm.wire.rows import parse_wire
@@ -55,12 +55,15 @@ def gateway(
     ] = 0,
     ctx: Annotated[int, typer.Option("--ctx", min=64, help="Tokens of context of each slot.")] = 4096,
     fill_wait: FillWaitOption = "0ms",
+    reproducible: ReproducibleOption = False,
     record: RecordOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Many streams at once: tokens per second of all and of one alone, and how soon a first token comes, cold and warm."""
     if peers == 0:
         raise UserError("the streams are served by peers: give --peers 1 or more")
+    if reproducible:  # the wire form is this option's own
+        wire, lanes = "exact", slots or streams
     options = GatewayOptions(
         model=model_file(model),
         n_peers=peers,
@@ -75,6 +78,7 @@ def gateway(
         n_compared=compare,
         n_ctx=ctx,
         fill_wait_s=parse_duration_s(fill_wait, "--fill-wait"),
+        is_reproducible=reproducible,
     )
     with ProgressBars() as bars:
         figures = run_async(measure_gateway(options, lambda *each: bars.update("repetitions", *each)))

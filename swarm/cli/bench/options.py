@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,20 @@ InProcessThreadsOption = Annotated[
         help="Threads of llama.cpp and of the experts; only with --peers 0.",
         show_default="all cores with --peers 0, else 1",
     ),
+]
+
+
+class LinkKind(StrEnum):
+    """What carries dispatches."""
+
+    QUIC = "quic"
+    TLS = "tls"
+    AUTO = "auto"
+
+
+LinkOption = Annotated[
+    LinkKind,
+    typer.Option("--link", help="quic, tls, or auto: TLS links beside it on short, clean paths; with --rtt 0ms."),
 ]
 WireOption = Annotated[str, typer.Option("--wire", metavar="OUT/BACK", help="How rows travel.")]
 ModelOption = Annotated[

@@ -63,7 +63,7 @@ function draw() {
   requestAnimationFrame(() => {
     isDue = false;
     if (map === null) return;
-    drawFigures(); drawWorld(); drawModels(); drawPeers();
+    drawFigures(); drawWorld(); drawModels(); drawBoard(); drawPeers();
   });
 }
 
@@ -241,6 +241,35 @@ function drawCoverage(canvas, model) {
     + (nNone ? `${nNone} are held by nobody` : `each is held by at least ${fewest}`));
 }
 
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+function drawBoard() {
+  const board = map.leaderboard;
+  $("board").hidden = !board;
+  if (!board) return;
+  const by = board.counted_by.map((id) => id.slice(0, 8)).join(", ");
+  setText($("board-about"), board.rows.length
+    ? `The last ${board.days} days, as counted by ${board.counted_by.length === 1 ? "backbone" : "backbones"} ${by}. A point is one row for one expert that `
+      + "nobody else held; with two holders it is half a point, and so on. Listed is who joined with --name."
+    : `Nobody with a name has computed anything in the last ${board.days} days: join with --name to be listed.`);
+  const body = $("board-rows");
+  while (body.children.length > board.rows.length) body.lastChild.remove();
+  board.rows.forEach((row, index) => {
+    let line = body.children[index];
+    if (!line) {
+      line = body.appendChild(document.createElement("tr"));
+      for (const kind of ["n", "name", "n", "n", "id"]) {
+        const cell = line.appendChild(document.createElement(kind === "name" ? "th" : "td"));
+        cell.className = kind;
+        if (kind === "name") { cell.scope = "row"; cell.dir = "auto"; }
+      }
+    }
+    [String(index + 1), row.name, compact.format(row.points), compact.format(row.rows), row.short]
+      .forEach((text, column) => setText(line.children[column], text));
+    line.title = row.id;
+  });
+}
+
 function drawPeers() {
   const words = $("filter").value.trim().toLowerCase();
   const peers = [...map.peers.values()].filter((peer) => !words
@@ -264,7 +293,8 @@ function drawPeers() {
         cell.className = kind ?? (name === "experts" ? "wrap" : "");
       });
     }
-    COLUMNS.forEach(([name], column) => setText(row.children[column], cellOf(peer, name)));
+    COLUMNS.forEach(([name], column) => (name === "short" ? setName(row.children[column], peer)
+      : setText(row.children[column], cellOf(peer, name))));
     row.children[1].className = IN_USE.has(peer.state) ? "state-in" : BAD.has(peer.state) ? "state-bad" : "state-off";
     row.title = peer.id;
   });
@@ -272,9 +302,18 @@ function drawPeers() {
   $("more").hidden = peers.length <= nRows;
 }
 
+function setName(cell, peer) {
+  const look = JSON.stringify([peer.name, peer.short]);
+  if (cell.look === look) return;
+  cell.look = look;
+  if (!peer.name) { cell.textContent = peer.short ?? ""; return; }
+  const name = document.createElement("bdi"); // so that a name in Arabic or Hebrew does not turn what follows around
+  name.textContent = peer.name;
+  cell.replaceChildren(name, ` (${peer.short})`);
+}
+
 function cellOf(peer, name) {
   switch (name) {
-    case "short": return peer.name ? `${peer.name} (${peer.short})` : peer.short ?? "";
     case "state_since": case "seen_since": return peer[name] == null ? "" : ago(map.at - peer[name]);
     case "rtt_ms": return peer.rtt_ms == null ? "" : `${round(peer.rtt_ms)} ms`;
     case "experts": {

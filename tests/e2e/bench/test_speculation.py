@@ -25,6 +25,7 @@ def options(tiny_moe: Path, **fields: object) -> SpeculationOptions:
 
 
 async def test_adversarial_text_costs_no_rows_and_copying_is_noticed(tiny_moe: Path) -> None:
+    """Scenario 7, by counts: how long it takes is the benchmark's to say."""
     paths = PathOptions(rtts_s=(0.005,))
     found = await measure_speculation(
         options(tiny_moe, text="adversarial", n_tokens=40, paths=paths), lambda done, total: None
@@ -69,6 +70,13 @@ async def test_with_a_forced_acceptance_the_accept_length_is_what_it_must_be(tin
     )
     assert nothing["accept_length"] == 1
     assert nothing["extra_rows_share"] == pytest.approx(4, abs=0.7)
+
+
+async def test_lookahead_guesses_at_every_step_and_changes_no_token(tiny_moe: Path) -> None:
+    found = await measure_speculation(options(tiny_moe, drafter="lookahead", n_draft=5), lambda done, total: None)
+    assert found["drafted_per_step"] > 4
+    assert found["accept_length"] >= 1
+    assert found["first_differences"] == [None]
 
 
 def test_what_cannot_be_measured_is_refused(tiny_moe: Path) -> None:

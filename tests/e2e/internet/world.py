@@ -45,14 +45,15 @@ class Program:
         return cls(process, log)
 
     async def event(self, timeout_s: float = READY_S) -> dict[str, Any]:
-        """Return the next line of JSON."""
+        """Return the next line of JSON; a peer's plan and status are passed over."""
         assert self._process.stdout is not None
         try:
             async with asyncio.timeout(timeout_s):
                 while line := await self._process.stdout.readline():
                     if line.startswith(b"{"):
                         said: dict[str, Any] = json.loads(line)
-                        return said
+                        if said.get("event") not in ("plan", "status"):
+                            return said
         except TimeoutError:
             pass
         raise AssertionError(f"nothing said: {self._log.read_text()[-2000:]}")

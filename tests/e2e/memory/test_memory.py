@@ -28,6 +28,7 @@ from swarm.model.spec import ModelSpec, read_spec
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),  # 80 s on two quiet cores
     pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc"),
 ]
 
@@ -35,8 +36,11 @@ pytestmark = [
 MODEL = dataclasses.replace(QWEN3_30B_4L, n_layers=6, n_vocab=16_384, name="memory")
 MB = 10**6
 SLICE_MORE, BACKBONE_MORE = 150 * MB, 250 * MB  # the project's promise
+# A further lane that reads a prompt beside the first: llama.cpp's buffers for a step of 512 rows (50 MB, measured), and the rows.
+LANE_MORE = 60 * MB
 SPLIT_AT_MOST = 150 * MB  # the same for a command that streams: it holds no slice
 N_CTX = 4096
+N_SLOTS = 4  # of which each has so many tokens; two lanes share them, as `swarm serve` has it by default
 DISK_BYTES, MEMORY_BYTES = (
     8 * 10**9,
     6 * 10**9,
@@ -136,11 +140,8 @@ async def complete(url: str, model: str, prompt: str, n_tokens: int) -> None:
         async with client.post(f"{url}/completions", json=body) as answer:
             content = await answer.json()
             assert answer.status == 200, content
-    assert content["usage"] == {
-        "prompt_tokens": len(prompt),
-        "completion_tokens": n_tokens,
-        "total_tokens": len(prompt) + n_tokens,
-    }
+    usage = content["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(prompt), n_tokens)
 
 
 async def wait_healthy(url: str) -> None:
@@ -164,13 +165,14 @@ async def test_processes_hold_their_slice_or_weights_and_little_else(
 
     async with LocalSwarm(folder / "swarm") as swarm:
 
-        def check(stage: str) -> None:
+        def check(stage: str, n_lanes: int = 1) -> None:
             assert swarm.backbone is not None
-            ledger.check(stage, "backbone", swarm.backbone, backbone_owed, BACKBONE_MORE)
+            more = BACKBONE_MORE + (n_lanes - 1) * LANE_MORE
+            ledger.check(stage, "backbone", swarm.backbone, backbone_owed, more)
             for index, peer in enumerate(swarm.peers):
                 ledger.check(stage, f"peer {index}", peer, owed[peer.pid], SLICE_MORE)
 
-        backbone = await swarm.start_backbone(model, "--ctx", str(N_CTX), "--slots", "1")
+        backbone = await swarm.start_backbone(model, "--ctx", str(N_CTX))
         check("backbone loaded")
         started = time.monotonic()
         peer = await swarm.add_peer(FETCHED)
@@ -191,6 +193,8 @@ async def test_processes_hold_their_slice_or_weights_and_little_else(
         check("512 tokens of a prompt")
         await complete(url, name, "y", 200)
         check("200 tokens written")
+        await asyncio.gather(*(complete(url, name, letter * 512, 1) for letter in "abcd"))
+        check("a prompt in each slot", n_lanes=2)
     assert not ledger.failures, "\n".join(ledger.failures)
 
 
@@ -199,7 +203,7 @@ def _slice_bytes(spec: ModelSpec, n_experts: int) -> int:
 
 
 def _kv_bytes() -> int:
-    return 2 * N_CTX * MODEL.n_layers * MODEL.n_head_kv * MODEL.head_dim * 2  # keys and values, f16
+    return 2 * N_SLOTS * N_CTX * MODEL.n_layers * MODEL.n_head_kv * MODEL.head_dim * 2  # keys and values, f16
 
 
 def _available_bytes() -> int:

@@ -80,6 +80,32 @@ class MadeUpMap:
             for lat, lon in [self.random.choice(CITIES)]
         ]
 
+        # Two names that try to leave their place: markup, and one written from right to left.
+        names = [
+            "Ann",
+            "GPU shed 4",
+            "<img src=x onerror=alert(1)>",
+            "\u05e9\u05dc\u05d5\u05dd (7)",
+            "Zoë",
+            "rack 12",
+            "Bob",
+        ]
+        self.board: dict[str, Any] | None = {
+            "days": 7,
+            "counted_by": ["ru5bqtdn" + "a" * 44, "k3x7mzpw" + "a" * 44],
+            "rows": [
+                {
+                    "id": f"{number:052d}",
+                    "short": f"{self.random.getrandbits(32):08x}",
+                    "name": name,
+                    "points": 91_234_567 >> 2 * number,
+                    "rows": 31_234_567 >> 2 * number,
+                    "pairs": 99_234_567 >> 2 * number,
+                }
+                for number, name in enumerate(names)
+            ],
+        }
+
     def __call__(self) -> dict[str, Any]:
         for peer in self.peers:
             peer["rtt_ms"] = round(self.random.uniform(5, 180), 1)
@@ -101,6 +127,7 @@ class MadeUpMap:
             "tokens_per_s": 23.4,
             "place": [50, 8],
             "join": "SWARM_REGISTRY=swarm://abcdefgh@198.51.100.1:7440 swarm join --experts auto",
+            "leaderboard": self.board,
             "peers": self.peers,
         }
 
@@ -128,6 +155,8 @@ async def test_it_looks_right_and_reads_right_on_every_screen(tmp_path: Path) ->
             wrong = await opened(page, url)
             await page.wait_for_timeout(300)
             await page.screenshot(path=folder / f"{name}.png")
+            if name == "desktop":
+                await page.locator("#board").screenshot(path=folder / "leaderboard.png")
             overflow = await page.evaluate(
                 "document.documentElement.scrollWidth - document.documentElement.clientWidth"
             )
@@ -159,6 +188,31 @@ async def test_it_can_be_used_by_keyboard_alone() -> None:
         await page.focus("th button:has-text('round trip')")
         await page.keyboard.press("Enter")
         assert await page.get_attribute("th:has-text('round trip')", "aria-sort") == "ascending"
+
+
+async def test_the_leaderboard_shows_names_as_text_and_is_kept_up_to_date() -> None:
+    shown = MadeUpMap(3)
+    board = shown.board
+    assert board is not None
+    async with serving(shown) as url, browser() as chromium:
+        page = await chromium.new_page()
+        wrong = await opened(page, url)
+        await page.wait_for_selector("#board-rows tr:nth-child(7)")
+        names = await page.eval_on_selector_all("#board-rows .name", "cells => cells.map(cell => cell.textContent)")
+        assert names == [row["name"] for row in board["rows"]]
+        assert await page.locator("#board img").count() == 0
+        assert (
+            await page.inner_text("#board-rows tr:first-child") == f"1\tAnn\t91.2M\t31.2M\t{board['rows'][0]['short']}"
+        )
+        assert "ru5bqtdn, k3x7mzpw" in await page.inner_text("#board-about")
+        shown.board = board | {"rows": [board["rows"][6] | {"points": 10**9}, *board["rows"][:2]]}
+        await page.wait_for_selector("#board-rows tr:nth-child(3):last-child", timeout=10_000)
+        assert await page.inner_text("#board-rows tr:first-child .name") == "Bob"
+        shown.board = board | {"rows": []}
+        await page.wait_for_selector("#board-about:has-text('join with --name')", timeout=10_000)
+        shown.board = None
+        await page.wait_for_selector("#board", state="hidden", timeout=10_000)
+        assert wrong == []
 
 
 async def test_two_thousand_peers_stay_smooth_and_cheap() -> None:

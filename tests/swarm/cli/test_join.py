@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -30,7 +33,7 @@ class _Daemon:
 
     config: PeerConfig
 
-    def __init__(self, config: PeerConfig, identity: Any, progress: Any) -> None:
+    def __init__(self, config: PeerConfig, identity: Any, progress: Any, *, agree: Any) -> None:
         type(self).config = config
         self._node = str(identity.node_id)
 
@@ -127,8 +130,8 @@ def test_an_advertised_host_is_resolved() -> None:
         ["--experts", "9-3"],
         ["--experts", "auto", "--memory", "8"],
         ["--experts", "auto", "--slice", "none.json"],
-        ["--experts", "0-3", "--memory", "8GB"],
-        ["--model", "slice.gguf", "--disk", "8GB"],
+        ["--experts", "0-3", "--memory", "8"],
+        ["--experts", "0-3", "--disk", "much"],
         ["--experts", "0", "--layers", "x"],
         ["--experts", "0", "--advertise", "192.0.2.1"],
         ["--experts", "0", "--registry", "nowhere"],
@@ -153,6 +156,18 @@ def test_ready_is_said_to_people_or_as_json() -> None:
     assert "relayed" in told
 
 
+def test_memory_and_disk_bound_named_experts_too() -> None:
+    config = config_of("--experts", "0", "--memory", "1GB", "--disk", "2GB")
+    assert (config.memory_bytes, config.disk_bytes) == (10**9, 2 * 10**9)
+    config = config_of("--experts", "0")
+    assert (config.memory_bytes, config.disk_bytes) == (None, None)
+
+
+def test_a_status_is_watched_unless_it_is_quiet() -> None:
+    assert config_of("--experts", "0").is_watched
+    assert not config_of("--experts", "0", "--quiet").is_watched
+
+
 def test_the_same_key_is_used_again_and_is_this_roles_own(tmp_path: Path) -> None:
     nodes = set()
     for _ in range(2):
@@ -160,3 +175,25 @@ def test_the_same_key_is_used_again_and_is_this_roles_own(tmp_path: Path) -> Non
         identity._locks.pop().close()  # as the end of the process would
     assert len(nodes) == 1
     assert (tmp_path / "config" / "join.key").stat().st_mode & 0o777 == 0o600
+
+
+WITHOUT_ENGINE = """
+import importlib.util, sys
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name in ("xllamacpp", "llama_cpp") else found(name, *more)
+sys.argv = ["swarm", "join", "--experts", "0", "--registry", "127.0.0.1:1"]
+from swarm.cli.main import run
+run()
+"""
+
+
+def test_without_an_engine_library_a_volunteer_is_told_the_next_step_before_anything_else(tmp_path: Path) -> None:
+    environment = {"PATH": os.environ["PATH"], "SWARM_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ENGINE], capture_output=True, text=True, env=environment, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    line = " ".join(done.stderr.split())
+    assert line.startswith("swarm: no llama.cpp library is installed: run `pip install ")
+    assert "docs/volunteer.md" in line
+    assert "Traceback" not in line

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from swarm.cli.options import settle_advertise, settle_device
+from swarm.cli.options import settle_advertise, settle_device, settle_nodes
 from swarm.errors import UserError
+from swarm.ids import NodeId
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,11 @@ def test_exact_kernels_are_the_cpus() -> None:
     assert settle_device("cpu", exact_kernels=True) == "cpu"
     with pytest.raises(UserError, match="exact kernels are the CPU's: got --device auto"):
         settle_device("auto", exact_kernels=True)
+
+
+def test_nodes_are_a_comma_list_of_whole_ids() -> None:
+    a, b = (NodeId(bytes([n]) * 32) for n in (1, 2))
+    assert settle_nodes(None) == frozenset()
+    assert settle_nodes(f"{a}, {b}") == {a, b}
+    with pytest.raises(UserError, match="not a node id"):
+        settle_nodes(a.short)

@@ -5,19 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from swarm.cli.peers import _add_verdicts, _ask, _is_plausible, _missing, _print_model, read_verdicts
+from swarm.cli.peers import (
+    _add_verdicts,
+    _ask,
+    _is_plausible,
+    _missing,
+    _print_leaderboard,
+    _print_model,
+    read_verdicts,
+    trusted_backbones,
+)
 from swarm.cli.runtime import out
 from swarm.errors import LocalProtocolError
+from swarm.files import Folders
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.net.endpoint import Endpoint
 from swarm.net.pool import Pool
+from swarm.registry.client import RegistryAddress
+from swarm.registry.leaderboard import Ledger
 from swarm.registry.records import ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
+from swarm.wire.receipts import Totals, day_of, sign_receipt
 from tests import virtual_time
 from tests.fake_network import FakeEndpoint, FakeNetwork, FakeNode
 from tests.sample_records import sample_announcement, sample_offer
@@ -78,6 +92,7 @@ def test_a_peer_that_answers_is_up_and_says_what_it_did() -> None:
     shown = ask(status({"n_assignments": 7, "version": "0.1.0", "uptime_s": 1.5, "secret": "x", "up": False}))
     assert shown == {
         "node": str(A),
+        "name": "",
         "addresses": ["10.0.0.1:1"],
         "experts": [["1", "0-1"]],
         "exact_kernels": True,
@@ -196,3 +211,59 @@ def test_a_backbone_cannot_make_the_list_long_or_break_it(capsys: pytest.Capture
     shown = [ask(status({})) | {"node": str(B)}]
     _add_verdicts(shown, verdicts)
     assert "caught" in printed({"name": "x", "peers": shown, "missing": {}}, capsys)
+
+
+# The leaderboard
+
+
+def test_receipts_that_a_peer_presents_count_where_their_backbone_is_known() -> None:
+    backbone, sybil = (Identity.from_seed(bytes([n]) * 32) for n in (7, 8))
+    totals = Totals(n_rows=2, n_pairs=6, weight=6000)
+    today = day_of(time.time())
+    texts = [sign_receipt(by, peer=A, period=bytes(8), day=today, totals=totals).text for by in (backbone, sybil)]
+
+    def asked(receipts: object) -> tuple[dict[str, Any], Ledger]:
+        async def main() -> tuple[dict[str, Any], Ledger]:
+            ledger, network = Ledger([backbone.node_id]), FakeNetwork()
+            answer = status({"role": "peer", "receipts": receipts})
+            network.nodes["10.0.0.1", 1] = FakeNode(node_id=A, answer=lambda asker, request: answer)
+            pool = Pool(cast(Endpoint, FakeEndpoint(network, US)))
+            try:
+                return await _ask(pool, holder(A, ExpertSet.of([1], range(2))), asyncio.Semaphore(1), ledger), ledger
+            finally:
+                await pool.close()
+
+        return virtual_time.run(main())
+
+    shown, ledger = asked(texts)
+    assert "error" not in shown
+    assert ledger.totals(today) == {A: totals}
+    for receipts in ([texts[0][:-9] + "A" * 9], ["x"], 7, None):
+        shown, ledger = asked(receipts)
+        assert "receipt" in shown["error"]
+        assert ledger.totals(today) == {}
+
+
+def test_by_default_those_count_whose_models_this_machine_would_take_part_in(tmp_path: Path) -> None:
+    folders = Folders.below(tmp_path)
+    folders.config.mkdir(parents=True)
+    known, own = NodeId(b"k" * 32), Identity.load_or_create(folders.config / "serve.key").node_id
+    (folders.config / "known_publishers").write_text(f"{known}\n")
+    offers = [
+        sample_offer(node, model=MODEL, addresses=(address,))
+        for node, address in ((known, "192.0.2.1:1"), (own, "192.0.2.1:2"), (A, "192.0.2.1:3"), (B, "127.0.0.1:4"))
+    ]
+    here, there = (RegistryAddress(address=(host, 7440), node=None) for host in ("127.0.0.1", "192.0.2.9"))
+    assert trusted_backbones(folders, [there], offers) == {known, own}
+    assert trusted_backbones(folders, [here], offers) == {known, own, B}
+
+
+def test_the_leaderboard_is_a_table_in_which_names_are_text(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"id": str(A), "short": A.short, "name": "[red]Ann[/red]", "points": 12_345, "rows": 1, "pairs": 2}
+    _print_leaderboard({"days": 7, "counted_by": [str(B)], "rows": [row]})
+    text = capsys.readouterr().out
+    assert "[red]Ann[/red]" in text
+    assert "12,345" in text
+    assert B.short in text
+    _print_leaderboard(None)
+    assert "--receipts-from" in capsys.readouterr().out

@@ -185,8 +185,13 @@ def test_ring_store_and_publishers_reach_the_daemon(monkeypatch: pytest.MonkeyPa
     ]
     assert Daemon.config.store is relay.daemon.Store.NEVER
     assert Daemon.config.publishers == {a, b}
+    assert Daemon.config.receipts_from == {a, b}, "who may publish is trusted to count"
+    options += ["--receipts-from", str(a)]
+    relay_says(monkeypatch, *options, address="127.0.0.1:7440", public=None, is_local=True)
+    assert (Daemon.config.publishers, Daemon.config.receipts_from) == ({a, b}, {a})
     relay_says(monkeypatch, address="127.0.0.1:7440", public=None, is_local=True)
     assert (Daemon.config.ring, Daemon.config.publishers) == ((), None)
+    assert Daemon.config.receipts_from == frozenset(), "nobody's count unless somebody is named"
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,11 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from swarm.backbone.prepared import prepare_model
 from swarm.cli.slice_file import read_slice_file, write_slice_file
 from swarm.cli.split import _shown, cut, slice_name, split
 from swarm.errors import UserError
+from swarm.files import Folders
 from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest
@@ -257,3 +259,16 @@ def test_what_does_not_go_together_is_one_message_and_no_file(
     assert isinstance(error, UserError)
     assert message in str(error)
     assert not Path("o").exists()
+
+
+def test_sources_are_written_into_the_backbone_and_served_from_there(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run(
+        model, "--out", out, "--parts", 0, "--source", "hf://owner/repo/m.gguf", "--source", "https://h.example/m.gguf"
+    )
+    assert result.exit_code == 0, result.output
+    with prepare_model(out / "backbone.gguf", Folders.below(tmp_path / "home")) as prepared:
+        assert prepared.sources == ("hf://owner/repo/m.gguf", "https://h.example/m.gguf")
+    refused = run(model, "--out", tmp_path / "other", "--source", "http://192.168.0.1/m.gguf")
+    assert isinstance(refused.exception, UserError)
+    assert not (tmp_path / "other").exists()

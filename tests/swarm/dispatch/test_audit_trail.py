@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -135,3 +136,32 @@ def test_against_a_plain_list_of_all_answers(touches: list[tuple[dict[int, int],
             trail.end(A, number, has_passed=True)
             since.clear()
     assert trail.taint(A) == {sequence: min(positions) for sequence, positions in since.items()}
+
+
+def test_peers_without_anything_that_depends_on_them_are_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_trail, "MAX_PEERS", 4)
+    trail = Trail()
+    trail.touch(A, {1: 3})  # the oldest, and something depends on it
+    for number in range(50):
+        node = NodeId(bytes([100 + number]) * 32)
+        trail.end(node, trail.touch(node, {}), has_passed=True)
+    assert len(trail._peers) == 4
+    assert trail.taint(A) == {1: 3}
+    for number in range(50):
+        trail.touch(NodeId(bytes([100 + number]) * 32), {1: number})
+    assert len(trail._peers) == 4, "even where something depends on all of them"
+
+
+def test_an_audit_of_a_forgotten_peer_says_nothing_of_its_later_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_trail, "MAX_PEERS", 1)
+    trail = Trail()
+    numbers = [trail.touch(A, {1: 0}) for _ in range(5)]
+    trail.begin(A, numbers[-1])
+    trail.touch(B, {})  # in the place of A
+    trail.begin(A, numbers[-1])  # as if it were still there
+    trail.touch(A, {2: 7})
+    trail.end(A, numbers[-1], has_passed=True)
+    assert trail.taint(A) == {2: 7}
+    trail.touch(A, {3: 1})
+    trail.end(A, numbers[-1], has_passed=True)
+    assert trail.taint(A) == {3: 1}, "nor after it was caught"

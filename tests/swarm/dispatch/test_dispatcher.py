@@ -15,9 +15,11 @@ import numpy.typing as npt
 import pytest
 
 from swarm.dispatch.chunks import CHUNK_BYTES
-from swarm.dispatch.dispatcher import Dispatcher, DispatchStats, LayerSpan
+from swarm.dispatch.contributions import Contributions
+from swarm.dispatch.dispatcher import MAX_COUNTED, Dispatcher, DispatchStats, LayerSpan
 from swarm.dispatch.holders import Holders, OwnExperts
 from swarm.dispatch.placement import Placement
+from swarm.dispatch.plan import HERE
 from swarm.dispatch.service_time import BATCH_TIMEOUT_S
 from swarm.errors import (
     ConnectionLost,
@@ -1220,3 +1222,49 @@ def test_a_dispatch_goes_over_the_link_there_is_and_over_quic_where_that_has_jus
             assert sorted(node.raw for node, _ in it.seen) == sorted(node.raw for node in (A, B, C))
 
     virtual_time.run(main())
+
+
+@pytest.mark.parametrize("wire", [EXACT, F32], ids=str)
+def test_contributions_are_what_the_counters_say(wire: Wire) -> None:
+    async def main() -> None:
+        ours = Ours((), is_last_resort=False)
+        async with star(wire, own=ours) as it:
+            ours.keep((0, 6))
+            counts = Contributions(it.placement, wall=lambda: 5.0, random=bytes)
+            it.dispatcher.contributions = counts
+            it.dispatcher.chunk_bytes = 500  # several batches for a peer
+            for layer, n_tokens in ((1, 1), (2, 20), (1, 3)):
+                await it.dispatcher.dispatch(layer, *choice(n_tokens))
+            stats = it.dispatcher.stats
+            of = counts.by_period()[0, bytes(8)]
+            assert {node: totals.n_pairs for node, totals in of.items()} == {
+                node: n_pairs for node, n_pairs in stats.assignments.items() if node != HERE
+            }
+            assert stats.assignments[HERE] > 0
+            assert sum(totals.n_rows for totals in of.values()) == stats.n_rows_sent
+            assert all(totals.weight == 1000 * totals.n_pairs for totals in of.values()), "one holder each"
+
+    virtual_time.run(main())
+
+
+def test_a_peer_whose_answer_was_not_used_has_contributed_nothing() -> None:
+    async def main() -> None:
+        async with twice() as it:
+            counts = it.dispatcher.contributions = Contributions(it.placement, wall=lambda: 5.0, random=bytes)
+            strike(it, A, "broken")
+            await it.dispatcher.dispatch(2, *choice(20))
+            (of,) = counts.by_period().values()
+            assert A not in of
+            assert sum(totals.n_pairs for totals in of.values()) == 20 * K
+            assert all(totals.weight <= 1000 * totals.n_pairs for totals in of.values())
+
+    virtual_time.run(main())
+
+
+def test_counts_by_node_are_of_those_used_last() -> None:
+    stats = DispatchStats()
+    for number in range(MAX_COUNTED + 50):
+        stats.count_pairs(NodeId(number.to_bytes(32, "big")), 2)
+        stats.count_pairs(A, 1)
+    assert len(stats.assignments) == MAX_COUNTED
+    assert stats.assignments[A] == MAX_COUNTED + 50

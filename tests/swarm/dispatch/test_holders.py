@@ -301,6 +301,33 @@ def test_a_ghost_goes_when_its_lease_ends_and_nobody_has_to_act() -> None:
     virtual_time.run(main())
 
 
+def test_a_peer_of_a_wire_version_too_far_away_is_not_dialled_and_a_person_is_told_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holders_module, "WIRE_VERSIONS", (2, 3))
+
+    async def main() -> None:
+        world = World()
+        for node, versions in ((A, (3, 4)), (B, (1,)), (C, (4, 5))):
+            world.start(node)
+            world.registry.listed[node] = replace(world.registry.listed[node], wire_versions=versions)
+        async with world.watching():
+            await asyncio.sleep(60)
+            assert world.in_use == [A]
+            assert world.network.count("dial") == 1
+            states = {view.record.node: view.state for view in world.holders.peers()}
+            assert states == {A: PeerState.IN_USE, B: PeerState.SET_ASIDE, C: PeerState.SET_ASIDE}
+            world.registry.listed[B] = replace(world.registry.listed[B], wire_versions=(1, 2), seq=9)  # upgraded
+            await asyncio.sleep(SOON_S)
+            assert world.in_use == [A, B]
+
+    virtual_time.run(main())
+    told = [record.getMessage() for record in caplog.records if "cannot be used" in record.getMessage()]
+    assert len(told) == 2
+    assert any(f"peer {B.short}" in line and "other side's program is too old" in line for line in told)
+    assert any(f"peer {C.short}" in line and "this program is too old" in line for line in told)
+
+
 def test_an_old_announcement_played_back_changes_nothing() -> None:
     """Scenario 13, should even the registry play it back."""
 
@@ -743,5 +770,22 @@ def test_a_barred_peer_is_dropped_with_its_connection_and_not_dialled_until_it_i
             world.announce(A, seq=2)
             await asyncio.sleep(SOON_S)
             assert world.in_use == [A, B]
+
+    virtual_time.run(main())
+
+
+def test_who_shows_a_name_and_is_connected_can_be_asked() -> None:
+    async def main() -> None:
+        world = World()
+        world.start(A)
+        world.start(B)
+        world.announce(C)  # does not listen
+        for node in (A, C):
+            world.registry.listed[node] = replace(world.registry.listed[node], name="Ann")
+        async with world.watching():
+            await asyncio.sleep(SOON_S)
+            assert list(world.holders.named_connections()) == [A]
+            world.kill(A)
+            assert world.holders.named_connections() == {}
 
     virtual_time.run(main())

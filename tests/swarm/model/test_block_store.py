@@ -116,3 +116,13 @@ def test_a_folder_that_vanished_is_said(model: tuple[GgufSource, Manifest], tmp_
     store.folder.rmdir()
     with pytest.raises(UserError, match=r"cannot read .*: No such file"):
         _ = store.experts
+
+
+def test_a_block_that_is_not_wanted_any_more_is_removed(model: tuple[GgufSource, Manifest], tmp_path: Path) -> None:
+    source, manifest = model
+    store = BlockStore(tmp_path, manifest)
+    store.add(0, 1, source.read_block(0, 1))
+    store.add(0, 2, source.read_block(0, 2))
+    store.remove(0, 1)
+    store.remove(0, 1)
+    assert set(store.experts) == {(0, 2)}

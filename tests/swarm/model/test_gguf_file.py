@@ -10,7 +10,7 @@ import gguf
 import pytest
 
 from swarm.errors import UserError
-from swarm.model.gguf_file import GgufFile, MetadataValue, encode_header, tensor_size_bytes
+from swarm.model.gguf_file import FileEnds, GgufFile, MetadataValue, encode_header, tensor_size_bytes
 from tests.gguf_shards import write_shards
 from tests.synthetic_moe import write_synthetic_moe
 
@@ -242,3 +242,42 @@ def test_values_written_here_are_read_by_gguf_py(tmp_path: Path) -> None:
     for wrong in ("a", "e", "general.architecture"):
         with pytest.raises(ValueError, match="expected numbers"):
             metadata[wrong].numbers()
+
+
+def test_a_header_alone_says_where_tensors_lie(small: Path, tmp_path: Path) -> None:
+    with GgufFile(small) as whole:
+        tensors, positions = dict(whole.tensors), [whole.position(name)[1] for name in whole.tensors]
+    header = tmp_path / "small.gguf"
+    header.write_bytes(small.read_bytes()[: min(positions)])
+    with pytest.raises(UserError, match="within the file's"):
+        GgufFile(header)
+    with GgufFile(header, sizes={"small.gguf": small.stat().st_size}) as file:
+        assert (file.tensors, file.size_bytes) == (tensors, small.stat().st_size)
+        assert [file.position(name)[1] for name in tensors] == positions
+        with pytest.raises(UserError, match="is cut short"):
+            file.read(next(iter(tensors)), 0, 1)
+
+
+@pytest.mark.parametrize("n_bytes", [0, 3, 20, 100, 1000])
+def test_a_header_that_is_still_being_fetched_is_told_from_a_damaged_one(
+    small: Path, tmp_path: Path, n_bytes: int
+) -> None:
+    header = tmp_path / "small.gguf"
+    data = small.read_bytes()
+    header.write_bytes(data[:n_bytes])
+    with pytest.raises(UserError) as cut:
+        GgufFile(header, sizes={"small.gguf": len(data)})
+    assert isinstance(cut.value.__cause__, FileEnds)
+    header.write_bytes(b"FUGG" + data[4:])
+    with pytest.raises(UserError) as damaged:
+        GgufFile(header, sizes={"small.gguf": len(data)})
+    assert not isinstance(damaged.value.__cause__, FileEnds)
+
+
+def test_tensors_are_read_without_the_metadata_too(small: Path) -> None:
+    with GgufFile(small) as file:
+        name = next(iter(file.tensors))
+        before = file.read(name, 0, 16)
+        file.forget_metadata()
+        assert not file.metadata
+        assert file.read(name, 0, 16) == before

@@ -16,8 +16,8 @@ from swarm.architectures.recipes import RECIPES
 from swarm.errors import IntegrityError, UserError
 from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
-from swarm.model.manifest import Manifest, build_manifest, hash_backbone
-from swarm.model.slices import plan_backbone, plan_slice, write_backbone, write_slice
+from swarm.model.manifest import SOURCES_KEY, Manifest, build_manifest, hash_backbone
+from swarm.model.slices import plan_backbone, plan_slice, write_backbone, write_plan, write_slice
 from swarm.model.source import GgufSource
 from swarm.model.spec import is_expert_tensor
 from swarm.native.llama import LlamaModel
@@ -286,3 +286,15 @@ def test_a_slice_carries_biases_and_scales_of_its_experts(tmp_path: Path) -> Non
         whole = GgufSource(file)
         for expert in (2, 7):
             assert source.read_block(1, expert) == whole.read_block(1, expert)
+
+
+def test_sources_are_carried_and_change_no_hash(small: Opened, tmp_path: Path) -> None:
+    file, manifest = small
+    names = ("hf://owner/repo/m.gguf", "https://h.example/m.gguf")
+    write_plan(plan_backbone(file, manifest, names), file, manifest, tmp_path / "backbone.gguf")
+    with GgufFile(tmp_path / "backbone.gguf") as backbone:
+        assert (backbone.text(SOURCES_KEY) or "").splitlines() == list(names)
+        assert hash_backbone(backbone) == manifest.backbone_hash
+    write_backbone(file, manifest, tmp_path / "without.gguf")
+    with GgufFile(tmp_path / "without.gguf") as backbone:
+        assert SOURCES_KEY not in backbone.metadata

@@ -50,7 +50,28 @@ def test_a_forced_engine_of_a_wrong_version_does_not_fall_back() -> None:
 
 def test_nothing_installed_says_what_to_install() -> None:
     with pytest.raises(EngineUnavailable, match=r"no llama\.cpp library is installed: run `pip install xllamacpp=="):
-        library.choose_engine(None, {}, "linux")
+        library.choose_engine(None, {}, "linux", "x86_64")
+
+
+@pytest.mark.parametrize(
+    ("platform", "machine", "expected"),
+    [
+        ("linux", "aarch64", "xllamacpp"),
+        ("darwin", "arm64", "xllamacpp"),
+        ("darwin", "x86_64", "llama-cpp-python"),
+        ("linux", "riscv64", "llama-cpp-python"),
+        ("win32", "AMD64", "llama-cpp-python"),
+    ],
+)
+def test_nothing_installed_names_the_package_that_this_machine_can_have(
+    platform: str, machine: str, expected: str
+) -> None:
+    with pytest.raises(EngineUnavailable) as caught:
+        library.choose_engine(None, {}, platform, machine)
+    message = str(caught.value)
+    assert f"pip install {expected}==" in message
+    assert ("C++ compiler" in message) is (expected == "llama-cpp-python")
+    assert message.endswith("docs/volunteer.md has notes for each kind of machine")
 
 
 def test_an_unknown_engine_is_refused_with_the_names() -> None:

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import UserError
+from swarm.net import link_choice
+from swarm.plan import planner
 from swarm.plan.calibration import Point, fit
 from swarm.plan.planner import PlanInputs, make_plan, step_of
 from swarm.plan.shape import parse_shape
@@ -195,3 +197,13 @@ def test_every_plan_is_plain_finite_json(inputs: PlanInputs) -> None:
     assert 0 <= again["traffic"]["remote_share"] <= 1
     assert again["verdict"]["skipping"]["imbalance_s"] >= 0
     assert again["verdict"]["skipping"]["small_batches_s"] >= -1e-12
+
+
+def test_both_kinds_of_link_are_planned_and_the_usual_one_is_the_policys() -> None:
+    inputs = replace(SYNTH16, rtts_s=(0.001,), software_s=planner.LINK_SOFTWARE_S["tls"])
+    made = make_plan(inputs)
+    by_link = {each.link: each for each in made.by_link}
+    assert by_link["tls"].step_s == made.step.step_s < by_link["quic"].step_s
+    assert planner.TLS_MAX_RTT_S == link_choice.MAX_RTT_S
+    assert planner.usual_link((0.001, planner.TLS_MAX_RTT_S)) == "tls"
+    assert planner.usual_link((0.001, 0.02)) == "quic"

@@ -574,14 +574,29 @@ def test_a_registry_node_belongs_to_no_model() -> None:
     assert verify(sign(gone, ME)) == gone
 
 
-def test_a_claim_says_so_and_a_ready_peer_says_nothing_of_it() -> None:
-    claim = replace(ANNOUNCEMENT, is_loading=True)
-    assert b'"is_loading":true' in sign(claim, ME).payload
+def test_a_cap_on_what_a_peer_sends_is_told_and_none_is_not() -> None:
+    capped = replace(ANNOUNCEMENT, upload_bytes_s=2_000_000)
+    assert b'"upload_bytes_s":2000000' in sign(capped, ME).payload
+    assert verify(sign(capped, ME)) == capped
+    assert b"upload_bytes_s" not in sign(ANNOUNCEMENT, ME).payload
+    for forged in (b"0", b"-1", b"true", b"1.5", b'"2"'):
+        payload = sign(capped, ME).payload.replace(b"2000000", forged)
+        with pytest.raises(RemoteProtocolError):
+            verify(SignedRecord(payload=payload, signature=ME.sign(b"swarm record 1\0" + payload)))
+    with pytest.raises(LocalProtocolError, match="upload_bytes_s"):
+        replace(ANNOUNCEMENT, upload_bytes_s=0)
+
+
+@pytest.mark.parametrize("name", ["is_loading", "is_choosing"])
+def test_a_claim_says_so_and_a_ready_peer_says_nothing_of_it(name: str) -> None:
+    claim = replace(ANNOUNCEMENT, **{name: True})
+    said = f'"{name}":true'.encode()
+    assert said in sign(claim, ME).payload
     assert verify(sign(claim, ME)) == claim
-    assert b"is_loading" not in sign(ANNOUNCEMENT, ME).payload
-    payload = sign(claim, ME).payload.replace(b'"is_loading":true', b'"is_loading":1')
+    assert name.encode() not in sign(ANNOUNCEMENT, ME).payload
+    payload = sign(claim, ME).payload.replace(said, f'"{name}":1'.encode())
     signed = SignedRecord(payload=payload, signature=ME.sign(b"swarm record 1\0" + payload))
-    with pytest.raises(RemoteProtocolError, match="is_loading"):
+    with pytest.raises(RemoteProtocolError, match=name):
         verify(signed)
 
 

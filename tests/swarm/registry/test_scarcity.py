@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +13,11 @@ from hypothesis import strategies as st
 
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.registry import scarcity as scarcity_module
 from swarm.registry.records import ExpertAnnouncement, RoutingHistogram, levels_of, sign
 from swarm.registry.scarcity import (
     EVEN_SHARE,
+    FULL_UPLOAD_BYTES_S,
     MOVE_GAIN,
     MOVE_PAUSE_S,
     NO_CAPACITY,
@@ -21,8 +25,8 @@ from swarm.registry.scarcity import (
     choose_slice,
     demand,
     first_expert,
+    foresee,
     is_move_worthwhile,
-    rivals,
     scarcity,
 )
 from tests.sample_records import sample_announcement
@@ -83,6 +87,18 @@ def test_a_peers_capacity_is_spread_over_what_it_holds() -> None:
     there = capacity(LAYERS, N_EXPERT, [peer(1, everything()), peer(2, ExpertSet.of(LAYERS, range(2)))])
     assert np.allclose(there[:, :2], 1 + 4)
     assert np.allclose(there[:, 2:], 1)
+
+
+def test_a_peer_with_a_cap_on_what_it_sends_counts_for_less() -> None:
+    caps = {None: 1.0, FULL_UPLOAD_BYTES_S: 1.0, FULL_UPLOAD_BYTES_S // 4: 0.25, 10 * FULL_UPLOAD_BYTES_S: 1.0, 1: 0.01}
+    for cap, expected in caps.items():
+        assert np.allclose(capacity(LAYERS, N_EXPERT, [peer(1, everything(), upload_bytes_s=cap)]), expected)
+
+
+def test_the_next_volunteer_stands_by_those_who_may_send_least() -> None:
+    slow, fast = ExpertSet.of(LAYERS, range(4)), ExpertSet.of(LAYERS, range(4, 8))
+    pairs = [peer(1, slow, upload_bytes_s=100_000), peer(2, slow, upload_bytes_s=100_000), peer(3, fast), peer(4, fast)]
+    assert choose(scarcity(LAYERS, N_EXPERT, [], pairs), 12, NODES[5]) == slow
 
 
 def test_what_nobody_holds_is_scarcer_than_the_hottest_that_somebody_holds() -> None:
@@ -165,15 +181,67 @@ def test_a_choice_fits_its_budget_is_the_scarcest_and_always_the_same(seed: int,
 # Two at once
 
 
-def test_of_two_claims_of_one_moment_the_higher_id_alone_counts_the_other() -> None:
-    low, high = peer(1, everything(), is_loading=True), peer(2, everything(), is_loading=True)
-    assert rivals([], [low, high], NODES[1]) == []
-    assert rivals([], [low, high], NODES[2]) == [low]
+def takes(*experts: int) -> Callable[[Sequence[ExpertAnnouncement], ExpertAnnouncement], ExpertSet]:
+    """Return a choice of so many experts each time, after those that the others have."""
+    return lambda so_far, rival: ExpertSet.of(LAYERS, [experts[len(so_far) % len(experts)]])
 
 
-def test_what_was_there_before_or_answers_already_counts_for_everybody() -> None:
+def test_a_newcomer_reckons_with_those_of_lower_ids_as_they_will_choose_one_after_the_other() -> None:
+    claims = [peer(number, everything(), is_loading=True, is_choosing=True) for number in (5, 1, 3)]
+    assert foresee(claims, NODES[1], takes(0, 1, 2)) == []
+    seen = foresee(claims, NODES[5], takes(0, 1, 2))
+    assert [(each.node, each.experts) for each in seen] == [
+        (NODES[1], ExpertSet.of(LAYERS, [0])),
+        (NODES[3], ExpertSet.of(LAYERS, [1])),
+    ]
+
+
+def test_who_has_chosen_counts_for_everybody_as_it_says() -> None:
     loading, ready = peer(5, everything(), is_loading=True), peer(6, everything())
-    assert rivals([loading], [loading, ready], NODES[1]) == [loading, ready]
+    assert foresee([loading, ready], NODES[1], takes(0)) == [loading, ready]
+
+
+def test_our_own_claim_does_not_stand_in_our_way() -> None:
+    assert foresee([peer(1, everything(), is_choosing=True)], NODES[1], takes(0)) == []
+
+
+def test_a_crowd_of_newcomers_is_worked_out_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scarcity_module, "MAX_FORESEEN", 2)
+    claims = [peer(number, everything(), is_choosing=True) for number in range(1, 5)]
+    seen = foresee(claims, NODES[7], takes(0, 1))
+    assert [len(each.experts) for each in seen] == [len(LAYERS), len(LAYERS), len(everything()), len(everything())]
+
+
+# Replicas
+
+
+def test_what_one_holds_alone_comes_before_the_hottest_that_two_hold_and_after_what_nobody_holds() -> None:
+    hot = ExpertSet({1: frozenset({7})})
+    others = [peer(1, ExpertSet({1: frozenset(range(6))})), peer(2, hot), peer(3, everything_of(2, 5)), peer(4, hot)]
+    others += [peer(number, everything_of(2, 5)) for number in (5, 6)]
+    scarce = scarcity(LAYERS, N_EXPERT, [histogram([1, 1, 1, 1, 1, 1, 1, 10**6])], others)
+    assert choose(scarce, 1) == ExpertSet({1: frozenset({6})})
+    assert scarce[0, 0] > 1000 * scarce[0, 7]
+    assert scarce[0, 6] > 1000 * scarce[0, :6].max()
+
+
+def everything_of(*layers: int) -> ExpertSet:
+    return ExpertSet.of(layers, range(N_EXPERT))
+
+
+@pytest.mark.parametrize("is_hot", [False, True])
+def test_no_block_has_a_third_holder_while_another_has_one(is_hot: bool) -> None:
+    """Ten come one after the other, of equal size, with an even router and with one that has favourites."""
+    histograms = [histogram([100, 50, 20, 10, 5, 2, 1, 1], layer=layer) for layer in LAYERS] if is_hot else []
+    announced: list[ExpertAnnouncement] = []
+    for number in range(10):
+        node = Identity.from_seed(bytes([number]) * 32).node_id
+        chosen = choose(scarcity(LAYERS, N_EXPERT, histograms, announced), 5, node)
+        announced.append(peer(1, chosen, node=node))
+        counts = Counter(block for record in announced for block in record.experts)
+        n_holders = [counts[block] for block in everything()]
+        assert max(n_holders) <= max(1, min(n_holders) + 1), n_holders
+    assert min(n_holders) == 2
 
 
 # Moving

@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import html.parser
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 
+from swarm.backbone.assembly import RunningBackbone
+from swarm.dispatch.contributions import Contributions
 from swarm.dispatch.peer_states import PeerState, PeerView
+from swarm.dispatch.placement import Placement
 from swarm.gateway.access import Access
 from swarm.gateway.app import create_app
+from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
-from swarm.web.backbone_map import build_map
+from swarm.registry.leaderboard import Ledger
+from swarm.web.backbone_map import KEPT_S, BackboneMap, build_map
 from swarm.web.plain_page import page
 from swarm.web.registry_map import digits
+from swarm.wire.receipts import DAY_S
 from tests.sample_records import sample_announcement
 from tests.swarm.gateway.test_app import ScriptedGenerator
 
 A, B = NodeId(b"a" * 32), NodeId(b"b" * 32)
+US = Identity.from_seed(b"u" * 32)
 
 
 def view(node: NodeId, state: PeerState, *, state_since: float = 90.0, experts: ExpertSet | None = None) -> PeerView:
@@ -67,6 +75,7 @@ def test_it_says_who_is_there_since_when_and_what_is_covered() -> None:
         "tokens_per_s": None,
         "place": None,
         "join": "",
+        "leaderboard": None,
         "peers": [
             {
                 "id": str(A),
@@ -129,6 +138,103 @@ def parse(text: str) -> Parser:
     parser = Parser()
     parser.feed(text)
     return parser
+
+
+BOARD = {
+    "days": 7,
+    "counted_by": [str(B)],
+    "rows": [
+        {"id": str(A), "short": A.short, "name": "<i>Ann</i>", "points": 12_345, "rows": 20_000, "pairs": 30_000},
+        {"id": str(B), "short": B.short, "name": "\u05d0\u05d1", "points": 1, "rows": 1, "pairs": 1},
+    ],
+}
+
+
+def test_the_leaderboard_is_on_the_plain_page_and_names_are_text() -> None:
+    parsed = parse(page(shown(leaderboard=BOARD)))
+    assert "i" not in parsed.tags
+    assert "<i>Ann</i>" in parsed.text
+    assert "12,345" in parsed.text
+    assert f"Counted by {B.short}" in parsed.text
+    for board in (None, BOARD | {"rows": []}):
+        assert "Contributions" not in page(shown(leaderboard=board))
+
+
+def test_a_name_is_shown_without_what_steers_text() -> None:
+    named = view(A, PeerState.IN_USE)
+    named = replace(named, record=replace(named.record, name="Zoe\u0308"))
+    (peer,) = shown(peers=[named])["peers"]
+    assert peer["name"] == "Zo\u00eb"
+    assert "Zo\u00eb" in page(shown(peers=[named]))
+
+
+# The map of a running backbone
+
+
+class Running:
+    """As much of a RunningBackbone as its map reads, and a clock."""
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        self.time = 100.0
+        self.lacks: dict[int, tuple[int, ...]] = {}
+        self.views = [view(A, PeerState.IN_USE), view(B, PeerState.IN_USE)]
+        self.placement = Placement(ModelId(b"m" * 32), [1, 2], 2, require_exact=False)
+        self.placement.update(each.record for each in self.views)
+        counts = Contributions(self.placement, wall=lambda: 20_000.0 * DAY_S, random=lambda n: bytes(n))
+        counts.count(A, 1, 1, np.array([0, 1], np.uint16))
+        holders = SimpleNamespace(
+            placement=self.placement,
+            peers=lambda: list(self.views),
+            missing=lambda: dict(self.lacks),
+            rtt_s=lambda node: None,
+            now=lambda: self.time,
+        )
+        running = SimpleNamespace(
+            holders=holders,
+            backbone=SimpleNamespace(model_name="tiny@1", stats=SimpleNamespace(n_completion_tokens=0)),
+            manifest=SimpleNamespace(model_id=ModelId(b"m" * 32)),
+            pool=SimpleNamespace(report=lambda node: None),
+            dispatcher=SimpleNamespace(audits=None),
+            endpoint=SimpleNamespace(identity=US),
+            contributions=counts,
+            ledger=ledger,
+        )
+        self.map = BackboneMap(
+            cast(RunningBackbone, running), (), now=lambda: self.time, wall=lambda: 20_000.0 * DAY_S + self.time
+        )
+
+
+def test_a_map_is_kept_for_a_moment() -> None:
+    it = Running()
+    first = it.map()
+    it.time += KEPT_S - 0.01
+    assert it.map() is first
+    it.time += 0.02
+    assert it.map() is not first
+    assert it.map()["leaderboard"] is None
+
+
+def test_what_can_be_served_is_never_an_old_answer() -> None:
+    it = Running()
+    assert it.map()["servable"] is True
+    it.lacks = {1: (0,)}
+    assert it.map()["servable"] is False
+    it.lacks = {}
+    assert it.map()["servable"] is True
+    it.views[1] = view(B, PeerState.QUARANTINED)
+    assert [peer["state"] for peer in it.map()["peers"]] == ["in use", "quarantined"]
+    it.placement.update([it.views[0].record])
+    assert it.map()["models"][0]["replicas"] == {"1": "11", "2": "11"}
+
+
+def test_what_the_backbone_counts_is_on_its_own_leaderboard_at_once() -> None:
+    it = Running(Ledger([US.node_id]))
+    it.views[0] = replace(it.views[0], record=replace(it.views[0].record, name="Ann"))
+    board = it.map()["leaderboard"]
+    assert board["counted_by"] == [str(US.node_id)]
+    assert [(row["name"], row["pairs"], row["points"]) for row in board["rows"]] == [("Ann", 2, 1)], (
+        "two hold each expert"
+    )
 
 
 def test_the_page_says_the_same_without_scripts_or_anything_from_elsewhere() -> None:

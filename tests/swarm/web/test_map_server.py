@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gzip
 import json
 import re
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -112,3 +114,26 @@ async def test_closing_ends_the_streams() -> None:
         answer = await client.get("/map/events")
         assert answer.status == 200
     # `serving` ended within its deadline
+
+
+async def test_a_map_that_is_the_same_object_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_written = 0
+
+    def dumps(*arguments: Any, **options: Any) -> str:
+        nonlocal n_written
+        n_written += 1
+        return json.dumps(*arguments, **options)
+
+    shown = a_map() | {"peers": [{"id": f"{number:052d}", "state": "in use"} for number in range(50)]}
+    monkeypatch.setattr(map_server, "json", SimpleNamespace(dumps=dumps))
+    async with serving(lambda: shown) as client:
+        for encoding in ("gzip, br", "identity", "gzip", "br"):
+            async with client.get("/map.json", headers={"Accept-Encoding": encoding}) as answer:
+                body = await answer.read()
+                assert answer.headers.get("Content-Encoding") == ("gzip" if "gzip" in encoding else None)
+                assert json.loads(gzip.decompress(body) if "gzip" in encoding else body) == shown
+        assert n_written == 1
+        shown = shown | {"at": 1}
+        async with client.get("/map.json", headers={"Accept-Encoding": "identity"}) as answer:
+            assert json.loads(await answer.read())["at"] == 1
+        assert n_written == 2

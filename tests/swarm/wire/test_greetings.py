@@ -70,8 +70,24 @@ def test_without_a_common_version_the_server_says_why_before_it_closes() -> None
     assert isinstance(step.error, VersionRefused)
     assert isinstance(step.reply, m.Refusal)
     assert host.remote is None
-    with pytest.raises(VersionRefused, match=r"got \[1, 3\]"):
+    assert "got [1, 3], expected one of [2]" in step.reply.detail
+    with pytest.raises(VersionRefused, match=r"the other side's program is too old: .* version 2, this one 1, 3"):
         guest.take(State.WELCOMING, step.reply)
+
+
+def test_where_a_server_does_not_tell_its_versions_its_own_words_are_passed_on() -> None:
+    refusal = m.Refusal(code=m.ErrorCode.VERSION, detail="because")
+    for told in ((), VERSIONS):  # none, or such that it need not have refused
+        guest = client()
+        hello_to(m.Challenge(nonce=NONCE, versions=told, observed_address=""), guest)
+        with pytest.raises(VersionRefused, match="refused the greeting: because"):
+            guest.take(State.WELCOMING, refusal)
+
+
+def test_a_hello_without_versions_is_a_violation() -> None:
+    host = server()
+    with pytest.raises(RemoteProtocolError, match="without a wire version"):
+        host.take(State.GREETING, hello_to(host.challenge(), client(versions=())))
 
 
 def test_a_version_that_was_not_offered_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterable
 
 import pytest
@@ -23,6 +24,7 @@ from swarm.identity import Identity
 from swarm.ids import ModelId, NodeId
 from swarm.wire import messages as m
 from swarm.wire import session as s
+from swarm.wire import versions
 from swarm.wire.byte_budget import ByteBudget
 from swarm.wire.events import (
     Answered,
@@ -161,12 +163,53 @@ def test_the_highest_common_version_is_used() -> None:
     assert [event.version for event in client_events + server_events if isinstance(event, Opened)] == [3, 3]
 
 
-def test_no_common_version_is_refused_on_both_sides_with_the_versions_named() -> None:
-    pair = Pair(client=(1,), server=(7,))
+@pytest.mark.parametrize(("client", "server"), [((1, 2), (2, 3)), ((2, 3), (1, 2)), ((2,), (1, 2))])
+def test_programs_one_version_apart_speak_the_one_that_both_know(
+    client: tuple[int, ...], server: tuple[int, ...]
+) -> None:
+    pair = Pair(client=client, server=server)
     for events in pair.run():
+        assert [event.version for event in events if isinstance(event, Opened)] == [2]
+    assert (pair.client.version, pair.server.version) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "told_client", "told_server"),
+    [
+        (
+            (1, 2),
+            (3, 4),
+            "this program is too old",
+            r"got \[1, 2\], expected one of \[3, 4\].* that connects is too old",
+        ),
+        ((3, 4), (1, 2), "other side's program is too old", r"got \[3, 4\].* that was called is too old"),
+    ],
+)
+def test_two_versions_apart_both_sides_are_told_who_is_too_old_and_how_to_upgrade(
+    client: tuple[int, ...], server: tuple[int, ...], told_client: str, told_server: str
+) -> None:
+    for events, told in zip(Pair(client=client, server=server).run(), (told_client, told_server), strict=True):
         error = closed_by(events)
         assert isinstance(error, VersionRefused)
-        assert "got [1], expected one of [7]" in str(error)
+        assert re.search(told, str(error))
+        assert "pip install --upgrade" in str(error)
+
+
+def test_a_request_that_the_other_side_is_too_old_for_is_refused_here_and_nothing_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "SINCE", {m.GetStatus: 3})
+    for agreed, is_sent in ((2, False), (3, True)):
+        pair = Pair(client=(2, agreed), server=(2, 3))
+        pair.run()
+        if is_sent:
+            pair.client.request(m.GetStatus(), deadline=9.0, now=0.0)
+        else:
+            with pytest.raises(RemoteRefused, match="speaks wire version 2") as caught:
+                pair.client.request(m.GetStatus(), deadline=9.0, now=0.0)
+            assert caught.value.remote_code == m.ErrorCode.NOT_ALLOWED
+        assert bool(pair.client.take_outgoing()) is is_sent
+        pair.client.request(m.Lookup(model_id=None), deadline=9.0, now=0.0)  # what was there before is not concerned
 
 
 def test_a_client_refuses_a_version_that_it_did_not_offer() -> None:

@@ -1,0 +1,134 @@
+"""A few lines about a daemon that runs: redrawn where a person looks, told now and then where nobody does, JSON for machines.
+
+    a terminal      the lines, redrawn in place when they have changed, at most once in REDRAW_S
+    no terminal     one line of the log a minute
+    --json          one object on stdout when the state changes, and once a minute when only figures have
+    --quiet         nothing
+
+Whoever does not read misses updates and holds nobody up: what cannot be written at once is left out; each says everything.
+Knows nothing of what is shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import select
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from swarm.cli.runtime import err
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks at what is to be shown; 0.25 s would be a busier screen for no more news; guessed
+REDRAW_S = 0.25  # least time between two redraws, however often `soon` is called
+TOLD_S = 60.0  # between two lines where nobody looks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """What is to be shown now.
+
+    Attributes:
+        lines: for a terminal.
+        line: for the log; empty: the first of `lines`.
+        state: what is news when it changes, for JSON.
+        figures: what changes all the time, for JSON; no key of `state`'s.
+    """
+
+    lines: Sequence[str]
+    line: str = ""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LiveLines:
+    """Shows a daemon's state until it is cancelled; `async with asyncio.TaskGroup` holds `run`."""
+
+    def __init__(
+        self,
+        look: Callable[[], Shown],
+        *,
+        as_json: bool = False,
+        is_quiet: bool = False,
+        console: Console = err,
+        stream: IO[str] | None = None,
+    ) -> None:
+        """`look` says what is to be shown now. `stream`: where JSON goes; None: stdout."""
+        self._look = look
+        self._as_json = as_json
+        self._is_quiet = is_quiet
+        self._console = console
+        self._stream = stream
+        self._soon = asyncio.Event()
+
+    def soon(self) -> None:
+        """Let what has changed be shown at once."""
+        self._soon.set()
+
+    async def run(self) -> None:
+        """Show it, for ever. A terminal's lines are gone when this ends."""
+        if self._as_json:
+            await self._tell_json()
+        elif self._is_quiet:
+            await asyncio.Event().wait()
+        elif self._console.is_terminal:
+            await self._draw()
+        else:
+            while True:
+                await asyncio.sleep(TOLD_S)
+                shown = self._look()
+                logger.warning("%s", shown.line or shown.lines[0])  # without -v too: this is what was asked for
+
+    async def _draw(self) -> None:
+        drawn: list[str] = []
+        # What others print on the same screen goes above the lines; what goes elsewhere goes there.
+        is_shared = sys.stdout.isatty()
+        with Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=is_shared) as live:
+            while True:
+                lines = list(self._look().lines)
+                if lines != drawn and can_write(self._console.file):
+                    # A line that does not fit is cut: wrapped ones would move the screen.
+                    live.update(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"), refresh=True)
+                    drawn = lines
+                await self._pause()
+
+    async def _tell_json(self) -> None:
+        told_state: Mapping[str, Any] | None = None
+        told_figures: Mapping[str, Any] = {}
+        told_at = float("-inf")
+        clock = asyncio.get_running_loop().time
+        while True:
+            shown, now = self._look(), clock()
+            is_due = now >= told_at + TOLD_S and shown.figures != told_figures
+            stream = self._stream or sys.stdout
+            if (shown.state != told_state or is_due) and can_write(stream):
+                print(json.dumps({"event": "status", **shown.state, **shown.figures}), file=stream, flush=True)
+                told_state, told_figures, told_at = dict(shown.state), dict(shown.figures), now
+            await self._pause()
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(REDRAW_S)
+        try:
+            async with asyncio.timeout(LOOK_S - REDRAW_S):
+                await self._soon.wait()
+        except TimeoutError:
+            pass
+        self._soon.clear()
+
+
+def can_write(stream: IO[str]) -> bool:
+    """Return whether some bytes can be written now without waiting; True where there is no telling."""
+    try:
+        _, ready, _ = select.select([], [stream.fileno()], [], 0)
+    except (OSError, ValueError):  # no file, or a system on which only sockets can be asked
+        return True
+    return bool(ready)

@@ -1,0 +1,254 @@
+"""A peer's receipts: what is taken from whom, what is kept over a restart and a full disk, and whom it asks when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from peer import receipts as module
+from peer.receipts import (
+    ASK_S,
+    LEAST_ASK_S,
+    MAX_BACKBONES,
+    MAX_GIVEN,
+    QUIET_S,
+    Collector,
+    ReceiptBook,
+    read_receipts,
+)
+from swarm.errors import ConnectionLost, RemoteProtocolError
+from swarm.identity import Identity
+from swarm.ids import NodeId
+from swarm.net.connection import Connection
+from swarm.registry.leaderboard import MAX_PRESENTED
+from swarm.wire import messages as m
+from swarm.wire.receipts import DAY_S, Receipt, Totals, read_receipt, receipt_bytes, sign_receipt
+from tests import virtual_time
+
+US, OTHER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2))
+ME, NOT_ME = (NodeId(bytes([n]) * 32) for n in (10, 11))
+TODAY = 20_000
+
+
+def receipt(
+    n_pairs: int = 30,
+    *,
+    by: Identity = US,
+    peer: NodeId = ME,
+    day: int = TODAY,
+    period: bytes = b"period 1",
+) -> Receipt:
+    totals = Totals(n_rows=n_pairs, n_pairs=n_pairs, weight=1000 * n_pairs)
+    return sign_receipt(by, peer=peer, period=period, day=day, totals=totals)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "state" / "me.receipts"
+
+
+def test_what_was_taken_is_there_after_a_restart(path: Path) -> None:
+    book = ReceiptBook(path, ME)
+    assert book.take(US.node_id, [receipt(5).text, receipt(7, day=TODAY - 1).text]) == 2
+    assert book.take(OTHER.node_id, [receipt(11, by=OTHER).text]) == 1
+    book.save()
+    again = ReceiptBook(path, ME)
+    assert again.totals() == Totals(n_rows=23, n_pairs=23, weight=23_000)
+    assert again.totals(TODAY).n_pairs == 16
+    assert again.presented() == book.presented()
+
+
+def test_the_highest_is_kept_and_an_old_one_changes_nothing() -> None:
+    book = ReceiptBook(None, ME)
+    assert [book.take(US.node_id, [receipt(n).text]) for n in (5, 9, 5, 9)] == [1, 1, 0, 0]
+    assert book.totals().n_pairs == 9
+
+
+def test_only_a_backbones_own_receipts_for_this_peer_are_taken() -> None:
+    book = ReceiptBook(None, ME)
+    data = bytearray(receipt(5).data)
+    data[150] ^= 1
+    inflated = Receipt(
+        backbone=US.node_id, peer=ME, period=b"period 1", day=TODAY, totals=Totals(), data=bytes(data)
+    ).text
+    for texts in (
+        [receipt(by=OTHER).text],
+        [receipt(peer=NOT_ME).text],
+        [inflated],
+        ["nonsense"],
+        [None],
+        [receipt().text] * (MAX_GIVEN + 1),
+        "text",
+        None,
+    ):
+        with pytest.raises(RemoteProtocolError):
+            book.take(US.node_id, texts)
+    assert book.totals() == Totals()
+
+
+def test_a_damaged_file_loses_no_more_than_what_is_damaged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.parent.mkdir()
+    good, bad = receipt(5).text, receipt(7, day=1).text
+    path.write_text(f"{good}\n{bad[:50]}AAAAA{bad[55:]}\nhalf-a-li", encoding="ascii")
+    assert ReceiptBook(path, ME).totals().n_pairs == 5
+    assert "left out 2 of 3 receipts" in caplog.text
+    path.write_bytes(b"\xff\xfe" * 50)
+    assert ReceiptBook(path, ME).totals() == Totals()
+    path.write_text(f"{good}\n" * 5000, encoding="ascii")
+    assert read_receipts(path) == [], "too large"
+
+
+def test_another_keys_receipts_in_the_file_do_not_count(path: Path) -> None:
+    """`swarm key rotate` makes another node, which has done nothing yet."""
+    path.parent.mkdir()
+    path.write_text(receipt(5, peer=NOT_ME).text + "\n", encoding="ascii")
+    assert ReceiptBook(path, ME).totals() == Totals()
+    assert ReceiptBook(path, NOT_ME).totals().n_pairs == 5
+
+
+def test_a_full_disk_is_no_reason_to_end(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    book = ReceiptBook(path, ME)
+    book.take(US.node_id, [receipt(5).text])
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_atomically", full)
+        book.save()
+    assert "No space left" in caplog.text
+    book.save()
+    assert ReceiptBook(path, ME).totals().n_pairs == 5, "it is tried again"
+
+
+def test_who_gives_many_pushes_out_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_RECEIPTS", 6)
+    book = ReceiptBook(None, ME)
+    book.take(US.node_id, [receipt(5, day=3).text, receipt(5, day=4).text])
+    for day in range(100, 110):
+        book.take(OTHER.node_id, [receipt(1, by=OTHER, day=day).text])
+    kept = [read_receipt(receipt_bytes(text)) for text in book.presented()]
+    assert sorted(each.day for each in kept) == [3, 4, 106, 107, 108, 109]
+
+
+def test_what_is_presented_is_bounded_and_of_every_backbone() -> None:
+    book = ReceiptBook(None, ME)
+    for day in range(3 * MAX_PRESENTED):
+        book.take(OTHER.node_id, [receipt(1, by=OTHER, day=TODAY + day).text])  # from a clock far ahead
+    book.take(US.node_id, [receipt(5).text])
+    shown = [read_receipt(receipt_bytes(text)) for text in book.presented()]
+    assert len(shown) == MAX_PRESENTED
+    book.take(US.node_id, [receipt(9).text])
+    assert receipt(9).text in book.presented(), "what came since is presented, too"
+    assert [each.backbone for each in shown[:3]] == [OTHER.node_id, US.node_id, OTHER.node_id]
+
+
+# Asking
+
+
+class FakeConnection:
+    def __init__(self, remote: NodeId, answer: bytes | Exception) -> None:
+        self.remote = remote
+        self.answer = answer
+        self.n_asked = 0
+
+    async def request(self, message: m.Request, *, timeout_s: float, max_answer_bytes: int | None = None) -> m.Response:
+        assert isinstance(message, m.GetStatus)
+        self.n_asked += 1
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return m.Status(data=self.answer)
+
+
+def status(*receipts: Receipt) -> bytes:
+    return json.dumps({"role": "backbone", "receipts": [each.text for each in receipts]}).encode()
+
+
+class Asking:
+    def __init__(self, *connections: FakeConnection, path: Path | None = None) -> None:
+        self.time = 100.0
+        self.book = ReceiptBook(path, ME)
+        self.collector = Collector(
+            self.book,
+            lambda: cast(list[Connection], list(connections)),
+            now=lambda: self.time,
+            wall=lambda: TODAY * DAY_S + 5.0,
+        )
+
+    def look(self, **options: bool) -> None:
+        virtual_time.run(self.collector.look(**options))
+
+
+def test_a_backbone_is_asked_once_it_is_quiet_and_not_again_before_it_dispatches(path: Path) -> None:
+    backbone = FakeConnection(US.node_id, status(receipt(5)))
+    asking = Asking(backbone, FakeConnection(OTHER.node_id, b"never asked"), path=path)
+    asking.look()
+    assert backbone.n_asked == 0, "nothing was computed for it"
+    asking.collector.note(US.node_id)
+    asking.time += max(QUIET_S, LEAST_ASK_S)
+    asking.look()
+    assert (backbone.n_asked, asking.collector.today().n_pairs) == (1, 5)
+    assert ReceiptBook(path, ME).totals().n_pairs == 5, "kept at once"
+    asking.time += 1000
+    asking.look()
+    assert backbone.n_asked == 1
+
+
+def test_under_load_a_backbone_is_asked_now_and_then() -> None:
+    backbone = FakeConnection(US.node_id, status(receipt(5)))
+    asking = Asking(backbone)
+    for _ in range(int(3 * ASK_S)):
+        asking.collector.note(US.node_id)
+        asking.look()
+        asking.time += 1.0
+    assert backbone.n_asked == 3
+
+
+def test_who_leaves_asks_at_once() -> None:
+    backbone = FakeConnection(US.node_id, status(receipt(5)))
+    asking = Asking(backbone)
+    asking.collector.note(US.node_id)
+    asking.look(is_last=True)
+    assert (backbone.n_asked, asking.book.totals().n_pairs) == (1, 5)
+
+
+def test_a_backbone_that_did_not_answer_is_asked_again() -> None:
+    backbone = FakeConnection(US.node_id, ConnectionLost("gone"))
+    asking = Asking(backbone)
+    asking.collector.note(US.node_id)
+    asking.time += LEAST_ASK_S
+    asking.look()
+    backbone.answer = status(receipt(5))
+    asking.time += 1.0
+    asking.look()
+    assert backbone.n_asked == 1, "but not at once"
+    asking.time += LEAST_ASK_S
+    asking.look()
+    assert (backbone.n_asked, asking.book.totals().n_pairs) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b'{"role": "backbone", "audits": null}', b"", b"{", b"[" * 99_999, status(receipt(5, by=OTHER))],
+    ids=repr,
+)
+def test_an_older_backbone_and_one_that_talks_nonsense_give_nothing(answer: bytes) -> None:
+    asking = Asking(FakeConnection(US.node_id, answer))
+    asking.collector.note(US.node_id)
+    asking.look(is_last=True)
+    assert asking.book.totals() == Totals()
+
+
+def test_who_asked_longest_ago_is_forgotten_first() -> None:
+    asking = Asking()
+    for number in range(MAX_BACKBONES + 5):
+        asking.collector.note(NodeId(number.to_bytes(32, "big")))
+        asking.collector.note(NodeId(bytes(32)))
+        asking.time += 1.0
+    known = asking.collector._backbones
+    assert len(known) == MAX_BACKBONES
+    assert NodeId(bytes(32)) in known
