@@ -51,6 +51,8 @@ SPARE_DISK_BYTES = 64_000_000  # left free; guessed: a block is written beside t
 MANIFEST_TIMEOUT_S = 30.0
 N_ATTEMPTS = 3  # per block, over all who offer the model
 RETRY_S = 0.5
+BUSY_PATIENCE_S = 120.0  # per block, while who has it computes, and nobody else gives it; guessed
+MAX_BUSY_WAIT_S = 5.0  # of it at a time
 FAILURES = (NetworkError, RemoteProtocolError, RemoteRefused, IntegrityError, Overloaded)  # of one offer: try the next
 
 
@@ -226,7 +228,7 @@ class SliceFetcher:
     async def _fetch_group(self, group: Group) -> None:
         """Bring a group's blocks here: from the web as long as it gives any, what is left from nodes."""
         web = self._web
-        while left := [expert for expert in group.experts if (group.layer, expert) in self._missing]:
+        while left := self._left(group):
             source = None if web is None else web.best()
             if web is not None and source is not None:
                 await web.fetch(source, group.layer, left, list(self._missing), self.keep)
@@ -245,11 +247,23 @@ class SliceFetcher:
             assert web is not None
             await web.until_rested()
 
+    def _left(self, group: Group) -> list[int]:
+        """Return a group's experts that are still missing; what another process with this cache has brought is there, too."""
+        for expert in group.experts:
+            if self._store.has(group.layer, expert):  # nobody would bring it again: it would be asked for without end
+                self.keep((group.layer, expert))
+        return [expert for expert in group.experts if (group.layer, expert) in self._missing]
+
     async def _fetch_block(self, layer: int, expert: int, *, n_attempts: int) -> None:
         error: SwarmError | None = None
-        for attempt in range(n_attempts):
-            if attempt > 0:
-                await asyncio.sleep(RETRY_S * attempt)
+        n_failed, patient_until = 0, time.monotonic() + (BUSY_PATIENCE_S if n_attempts > 1 else 0.0)
+        busy_s: float | None = None  # when a busy peer wants to be asked again
+        while n_failed < n_attempts:
+            if n_failed > 0 or busy_s is not None:
+                await asyncio.sleep(
+                    RETRY_S * n_failed if busy_s is None else min(max(busy_s, RETRY_S), MAX_BUSY_WAIT_S)
+                )
+                busy_s = None
                 try:
                     self._givers = await self._find_givers()
                 except (NetworkError, RemoteRefused) as failure:  # the nodes known so far may do
@@ -264,6 +278,9 @@ class SliceFetcher:
                     return
                 except FAILURES as failure:
                     is_busy_peer = giver.held is not None and isinstance(failure, RemoteRefused)  # nobody's fault
+                    if isinstance(failure, RemoteRefused) and failure.remote_code == m.ErrorCode.BUSY:
+                        retry_after_s = RETRY_S if failure.retry_after_s is None else failure.retry_after_s
+                        busy_s = retry_after_s if busy_s is None else min(busy_s, retry_after_s)
                     level = logging.DEBUG if is_busy_peer else logging.WARNING
                     logger.log(level, "no block of layer %d, expert %d: %s", layer, expert, failure)
                     if error is None or not is_busy_peer:
@@ -272,6 +289,8 @@ class SliceFetcher:
                     self._failures[node] = self._n_failures
                     if giver.held is not None and isinstance(failure, IntegrityError):
                         self._liars.add(node)
+            if busy_s is None or time.monotonic() >= patient_until:
+                n_failed, busy_s = n_failed + 1, None
         if isinstance(error, IntegrityError):
             raise error
         if error is None and self._web is not None:
@@ -301,7 +320,9 @@ class SliceFetcher:
         request = m.GetBlock(model_id=self._store.manifest.model_id, layer=layer, expert=expert)
         timeout_s = BLOCK_TIMEOUT_S if giver.held is None else PEER_TIMEOUT_S
         began = time.monotonic()
-        answer = await connection.request(request, timeout_s=timeout_s)
+        # A larger one is refused before memory is taken for it.
+        size = self._store.manifest.spec.block_size_bytes(layer)
+        answer = await connection.request(request, timeout_s=timeout_s, max_answer_bytes=size)
         assert isinstance(answer, m.BlockBytes)  # the session checks an answer's type
         self._rates[giver.who.node] = len(answer.data) / max(1e-6, time.monotonic() - began)
         await run_interruptibly(lambda _: self._store.add(layer, expert, answer.data))

@@ -103,8 +103,11 @@ class Giving:
         self._traffic.promise(n_bytes)
         try:
             answer = await self._share.answer(request)
-            self.n_blocks += 1
-            return answer
+        except BaseException:
+            self._traffic.settle(n_bytes)  # nothing goes: who asks for what is not here must not use up the line
+            raise
         finally:
             self._n_given -= 1
-            self._traffic.settle_late(n_bytes)
+        self._traffic.settle_late(n_bytes)
+        self.n_blocks += 1
+        return answer

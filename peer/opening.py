@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from peer.auto import AutoExperts
 from peer.config import PeerConfig, Progress
@@ -15,7 +16,7 @@ from peer.giving import FileOnDemand
 from peer.model_file import OpenModel, open_model_file
 from peer.traffic import Traffic
 from peer.trust import choose_trusted
-from swarm.errors import NetworkError, Overloaded
+from swarm.errors import NetworkError, Overloaded, SourceUnusable
 from swarm.ids import ExpertSet, ModelId, NodeId
 from swarm.model.block_store import BlockStore
 from swarm.model.source import BlockSource
@@ -29,6 +30,10 @@ if TYPE_CHECKING:  # an HTTP client, 13 MB that are imported once they are neede
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+N_OPENINGS = 5  # of a file on the web that a volunteer names; with their rests a quarter of a minute
+FIRST_REST_S, MAX_REST_S = 1.0, 300.0  # a server may ask for more than our own rests, but not for ever; guessed
 MAX_LOOKS = 8  # at which peers hold a model that no backbone gives away; guessed
 
 
@@ -120,7 +125,7 @@ class Opener:
             return self._choose(fitting, None, held={each.model for each in fitting})[1]
 
         try:
-            found = await WebModel.open(web, location, self._config.folders.cache)
+            found = await _patiently(lambda: WebModel.open(web, location, self._config.folders.cache))
         except (NetworkError, Overloaded) as error:  # all of it may be here, or be had elsewhere
             named_so = [each for each in offers if name in each.sources]
             if not named_so:
@@ -177,6 +182,22 @@ class Opener:
         given = {each.model for each in offers if each.offers_blocks or each.sources}
         others = list(dict.fromkeys(each.model for each in offers if each.model not in given))[:MAX_LOOKS]
         return {model for model in others if await self._registry.holders(model)}
+
+
+async def _patiently(work: Callable[[], Awaitable[T]]) -> T:
+    """Return what `work` returns, tried again after failures that may pass; the last one is raised."""
+    for attempt in range(N_OPENINGS):
+        try:
+            return await work()
+        except (NetworkError, Overloaded) as error:
+            rest_s = FIRST_REST_S * 2**attempt
+            if isinstance(error, Overloaded):
+                rest_s = max(rest_s, error.retry_after_s)
+            if isinstance(error, SourceUnusable) or attempt == N_OPENINGS - 1 or rest_s > MAX_REST_S:
+                raise
+            logger.warning("%s; asked again in %.0f s", error, rest_s)
+            await asyncio.sleep(rest_s)
+    raise AssertionError("the last try returns or raises")
 
 
 async def _nothing_to_fetch(_: ExpertSet) -> None:

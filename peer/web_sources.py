@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 from swarm.errors import (
@@ -24,6 +25,7 @@ from swarm.model.manifest import Manifest
 from swarm.model.ranges import Pair
 from swarm.sources.locations import Location, locate
 from swarm.sources.web import Web
+from swarm.sources.web_file import RangesIgnored
 from swarm.sources.web_model import WebModel
 
 logger = logging.getLogger(__name__)
@@ -111,8 +113,9 @@ class WebSource:
         if why := model.why_no_stream(pairs):
             raise SourceUnusable(f"{self.location.name}: {why}")
         logger.info("%s: the server gives no parts of files, so all of it is read", self.location.name)
-        async for pair, block in model.stream_blocks(pairs):
-            await self._add(pair, block, keep)
+        async with aclosing(model.stream_blocks(pairs)) as blocks:  # else a wrong block would leave the connection open
+            async for pair, block in blocks:
+                await self._add(pair, block, keep)
 
     async def _add(self, pair: Pair, block: bytes, keep: Keep) -> None:
         await run_interruptibly(lambda _: self._store.add(*pair, block))
@@ -126,7 +129,7 @@ class WebSource:
         self.error = error
         if isinstance(error, SourceUnusable):
             self.is_dead = True
-        elif isinstance(error, IntegrityError | RemoteProtocolError):
+        elif isinstance(error, IntegrityError | RemoteProtocolError) and not isinstance(error, RangesIgnored):
             self._n_strikes += 1
             self.is_dead = self._n_strikes >= MAX_STRIKES
         elif now >= self.rests_until:  # else it is the same failure, of another connection
@@ -136,7 +139,10 @@ class WebSource:
             if isinstance(error, Overloaded):
                 rest_s = max(rest_s, error.retry_after_s)
             self.rests_until = now + rest_s
-            logger.info("%s; asked again in %.0f s", error, rest_s)
+            level = (
+                logging.INFO if rest_s <= 2 * MAX_REST_S else logging.WARNING
+            )  # a person may want to know why nothing moves
+            logger.log(level, "%s; asked again in %.0f s", error, rest_s)
         if self.is_dead:
             logger.warning("not used any more: %s", error)
 

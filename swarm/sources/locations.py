@@ -70,6 +70,7 @@ def locate(name: str, *, is_asked: bool) -> Location:
         return _locate_hf(name, is_asked=is_asked)
     try:
         url = URL(name)
+        _ = url.host, url.port  # which are looked at only now
     except ValueError as error:
         raise UserError(f"bad source: got {name[:80]!r}, expected {EXPECTED}") from error
     if url.scheme not in ("https", "http") or not url.host or not url.name:
@@ -120,7 +121,10 @@ def _locate_hf(name: str, *, is_asked: bool) -> Location:
 
     repo, revision, path = match.groups()
     endpoint = os.environ.get("HF_ENDPOINT")  # huggingface-hub reads it once, when it is imported
-    text = hf_hub_url(repo, path, revision=revision, endpoint=endpoint.rstrip("/") if endpoint else None)
+    try:
+        text = hf_hub_url(repo, path, revision=revision, endpoint=endpoint.rstrip("/") if endpoint else None)
+    except ValueError as error:  # HFValidationError
+        raise UserError(f"bad source: got {name[:80]!r}, expected hf://owner/repo/file.gguf") from error
     url = URL(text, encoded=True)  # a revision's slashes stay encoded
     if not url.host:
         raise UserError(f"bad HF_ENDPOINT: got {endpoint!r}, expected a URL such as https://huggingface.co")

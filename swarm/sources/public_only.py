@@ -17,6 +17,9 @@ from swarm.ip import plain_ip
 _NAT64 = ipaddress.IPv6Network(
     "64:ff9b::/96"
 )  # RFC 6052: the last 32 bits are the IPv4 address that a gateway connects to
+# Not the public internet's, though `is_global` says so in Python 3.11: a network's own NAT64 (RFC 8215), site-local addresses
+# (RFC 3879), and IPv4 addresses in clothes that nobody should wear (RFC 4291 section 2.5.5.1, RFC 2765).
+_NOWHERE = tuple(map(ipaddress.IPv6Network, ("64:ff9b:1::/48", "fec0::/10", "::/96", "::ffff:0:0:0/96")))
 
 
 class PrivateAddress(OSError):
@@ -33,7 +36,7 @@ def is_public(host: str) -> bool:
         inner = address.sixtofour or (address.teredo[1] if address.teredo else None)
         if address in _NAT64:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFF_FFFF)
-        if inner is not None and not inner.is_global:
+        if (inner is not None and not inner.is_global) or any(address in network for network in _NOWHERE):
             return False
     return address.is_global and not address.is_multicast
 

@@ -6,6 +6,7 @@ one may carry a signature, and a token is never in any.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import email.utils
 import logging
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 MAX_REDIRECTS = 5  # huggingface.co takes one or two
 CONNECT_TIMEOUT_S = 15.0
 SILENCE_TIMEOUT_S = 30.0  # without a byte; guessed: longer than a mobile line's hiccup
+HEAD_TIMEOUT_S = 60.0  # for an answer's head, the connection included: a server may send it a byte at a time; guessed
 MIN_RATE_BYTES_S = (
     10_000  # of one answer, on the whole, beside SILENCE_TIMEOUT_S: below, the server only keeps us busy; guessed
 )
@@ -104,7 +106,11 @@ class Web:
     async def _follow(self, location: Location, headers: dict[str, str]) -> aiohttp.ClientResponse:
         direct = self._direct.get(location.url)
         if direct is not None and time.monotonic() < direct[0]:
-            response = await self._ask(location, direct[1], headers, may_be_private=direct[2])
+            try:
+                response = await self._ask(location, direct[1], headers, may_be_private=direct[2])
+            except BaseException:
+                self._direct.pop(location.url, None)  # it may be down: the next redirect may lead elsewhere
+                raise
             if response.status in (200, 206, 416):
                 return response
             response.close()  # a signature that has run out, perhaps
@@ -136,7 +142,11 @@ class Web:
         headers = {"Accept-Encoding": "identity", "User-Agent": f"swarm/{__version__}", **headers}
         if location.token is not None and url.origin() == location.url.origin():
             headers["Authorization"] = f"Bearer {location.token}"
-        return await self._session(may_be_private).get(url, headers=headers, allow_redirects=False)
+        try:
+            async with asyncio.timeout(HEAD_TIMEOUT_S):
+                return await self._session(may_be_private).get(url, headers=headers, allow_redirects=False)
+        except ValueError as error:  # such as a host with an empty label, which no name server is asked for
+            raise SourceUnusable(f"{location.name} leads to no web address") from error
 
     def _session(self, may_be_private: bool) -> aiohttp.ClientSession:
         if may_be_private not in self._sessions:
@@ -170,6 +180,7 @@ def _target(location: Location, url: URL, target: str | None) -> URL:
     """Return where a redirect leads. Raises SourceUnusable: nowhere that we go."""
     try:
         found = url.join(URL(target or "", encoded=True))
+        _ = found.host, found.port  # which are looked at only now
     except ValueError:
         found = URL()
     if target is None or found.scheme not in ("http", "https") or not found.host:
@@ -183,7 +194,10 @@ def _target(location: Location, url: URL, target: str | None) -> URL:
 
 def _refusal(location: Location, response: aiohttp.ClientResponse) -> NetworkError | Overloaded:
     status = response.status
-    said = f"{location.name}: the server answers {status} {(response.reason or '')[:40]}".rstrip()
+    reason = (response.reason or "")[:40]
+    said = f"{location.name}: the server answers {status}"
+    if reason.isascii() and reason.isprintable():  # it goes to a terminal
+        said = f"{said} {reason}".rstrip()
     if status in LATER:
         return Overloaded(said, retry_after_s=retry_after_s(response.headers.get("Retry-After"), time.time()))
     if status in REFUSED:
@@ -228,7 +242,7 @@ def _in_words(location: Location) -> Iterator[None]:
     except aiohttp.ServerDisconnectedError as error:
         raise NetworkError(f"{location.name}: the server hung up") from error
     except aiohttp.ClientResponseError as error:
-        raise RemoteProtocolError(f"{location.name}: no HTTP: {error.message[:80]}") from error
+        raise RemoteProtocolError(f"{location.name}: the answer is no HTTP") from error
     except (aiohttp.ClientError, ConnectionError) as error:
         raise NetworkError(f"{location.name}: {type(error).__name__}") from error
 

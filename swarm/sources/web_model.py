@@ -101,9 +101,17 @@ class WebModel:
         return all(file.has_ranges for file in self._files.values())
 
     def is_part_of(self, manifest: Manifest) -> bool:
-        """Return whether these can be blocks of the manifest's model, by what the header says."""
+        """Return whether these can be blocks of the manifest's model, by what the header says.
+
+        A slice file's header must give blocks the sizes that they have: as much is read of a server as it says.
+        """
         if self.source.model_id is not None:
-            return self.source.model_id == manifest.model_id
+            return self.source.model_id == manifest.model_id and all(
+                layer in manifest.spec.moe_layers
+                and sum(plane.size_bytes for plane in self.source.places(layer, min(ids)))
+                == manifest.spec.block_size_bytes(layer)
+                for layer, ids in self.source.experts.by_layer.items()
+            )
         return self._tensors == manifest.tensors
 
     async def read_blocks(self, layer: int, experts: Sequence[int]) -> Iterator[tuple[int, bytes]]:

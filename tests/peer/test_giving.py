@@ -17,6 +17,7 @@ from peer.limits import BURST_S
 from peer.traffic import Traffic
 from swarm.backbone.share import ModelShare
 from swarm.errors import IntegrityError, Overloaded
+from swarm.ids import ModelId
 from swarm.model.source import BlockSource
 from swarm.wire import messages as m
 from tests.peer.conftest import SmallModel
@@ -102,6 +103,18 @@ async def test_the_cap_on_what_is_sent_holds_for_blocks_too(small: SmallModel) -
     with pytest.raises(Overloaded, match="used up") as full:  # what is promised counts before it has gone
         await giving.answer(block(small), last_asked=NEVER, is_computing=False)
     assert full.value.retry_after_s > 0
+
+
+async def test_asking_for_what_is_not_there_uses_up_nothing_of_the_line(small: SmallModel) -> None:
+    rate = 100_000.0
+    giving = made(small, Clock(), rate=rate)
+    for _ in range(math.ceil(2 * rate * BURST_S / small.manifest.spec.block_size_bytes(0))):
+        with pytest.raises(LookupError):
+            await giving.answer(block(small, expert=999), last_asked=NEVER, is_computing=False)
+        with pytest.raises(LookupError):
+            other = m.GetBlock(model_id=ModelId(bytes(32)), layer=0, expert=1)
+            await giving.answer(other, last_asked=NEVER, is_computing=False)
+    await giving.answer(block(small), last_asked=NEVER, is_computing=False)
 
 
 async def test_a_file_is_opened_when_somebody_asks_and_its_blocks_are_checked(

@@ -15,6 +15,7 @@ from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
 from swarm.model.ranges import Pair
 from swarm.sources.locations import locate
+from swarm.sources.web_file import RangesIgnored
 from tests.peer.conftest import SmallModel
 
 
@@ -28,6 +29,7 @@ class FakeModel:
         self.wrong: set[Pair] = set()
         self.why = ""
         self.asked: list[Pair] = []
+        self.n_open = 0
 
     def is_part_of(self, manifest: Manifest) -> bool:
         return manifest == self.small.manifest
@@ -46,8 +48,12 @@ class FakeModel:
         return ((expert, self.block((layer, expert))) for expert in experts)
 
     async def stream_blocks(self, pairs: Sequence[Pair]) -> Any:
-        for pair in pairs:
-            yield pair, self.block(pair)
+        self.n_open += 1
+        try:
+            for pair in pairs:
+                yield pair, self.block(pair)
+        finally:
+            self.n_open -= 1
 
 
 class Stage:
@@ -113,6 +119,26 @@ async def test_who_lies_is_soon_asked_no_more(stage: Stage, error: SwarmError) -
         assert not stage.sources[0].is_dead
         stage.sources[0].failed(type(error)(f"{error} {n}"), stage.now)
     assert stage.sources[0].is_dead
+
+
+async def test_a_server_that_begins_to_ignore_ranges_breaks_no_rule(stage: Stage) -> None:
+    """All connections find it out at once; what is missing is then read from the beginning on."""
+    source = stage.sources[0]
+    for n in range(4):
+        source.failed(RangesIgnored(f"the whole file {n}"), stage.now)
+    assert not source.is_dead
+    for n in range(MAX_FAILURES):
+        stage.now = source.rests_until
+        source.failed(RangesIgnored(f"again {n}"), stage.now)
+    assert source.is_dead, "but not for ever"
+
+
+async def test_of_a_stream_with_a_wrong_block_nothing_stays_open(stage: Stage) -> None:
+    stage.models[0].has_ranges = False
+    stage.models[0].wrong = {(0, 1)}
+    await stage.fetch(stage.sources[0])
+    assert isinstance(stage.all.error, IntegrityError)
+    assert stage.models[0].n_open == 0
 
 
 async def test_who_does_not_have_the_file_is_not_asked_again(stage: Stage) -> None:

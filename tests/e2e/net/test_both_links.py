@@ -20,7 +20,7 @@ from swarm.net.tls_links import TlsListener, dial_tls, unix_name
 from swarm.net.tls_records import encode_exchange
 from swarm.wire import messages as m
 from swarm.wire.frames import encode
-from tests.e2e.net.test_tls_links import CLIENT, OTHER, SERVER, TIMEOUT_S, dispatch, value
+from tests.e2e.net.test_tls_links import CLIENT, OTHER, SERVER, TIMEOUT_S, both_doors, dispatch, value
 
 KINDS = ("quic", "tls", "unix")
 Link = Connection | TlsLink
@@ -75,9 +75,7 @@ class World:
 async def world() -> AsyncIterator[World]:
     async with contextlib.AsyncExitStack() as stack:
         made = World(stack)
-        server = Endpoint(SERVER, host="127.0.0.1", handler=made.handle, serves=[m.Dispatch])
-        made.server = await stack.enter_async_context(server)
-        made.listener = await stack.enter_async_context(TlsListener(server, host="127.0.0.1"))
+        made.server, made.listener = await stack.enter_async_context(both_doors(made.handle))
         yield made
 
 

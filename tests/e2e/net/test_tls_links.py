@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -15,13 +16,15 @@ from swarm.errors import ConnectionLost, IdentityMismatch, NetworkError, RemoteP
 from swarm.identity import Identity
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
+from swarm.net.serving import Handler as ServingHandler
 from swarm.net.tls_link import TlsLink
 from swarm.net.tls_links import MAX_HANDSHAKES, TlsListener, client_context, dial_tls, unix_name
 from swarm.net.tls_records import RecordKind, encode_record
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
 
-CLIENT, SERVER, OTHER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2, 3))
+# Of this process: a node's Unix socket has its name for the whole host, where another run of the tests may be under way.
+CLIENT, SERVER, OTHER = (Identity.from_seed(os.getpid().to_bytes(31, "big") + bytes([n])) for n in (1, 2, 3))
 TIMEOUT_S = 5.0
 N_LATE = 3
 
@@ -77,10 +80,22 @@ class Handler:
 
 
 @contextlib.asynccontextmanager
+async def both_doors(handler: ServingHandler) -> AsyncIterator[tuple[Endpoint, TlsListener]]:
+    """A server whose TCP port is free, too: what others left behind on this machine may have taken the number."""
+    for _ in range(50):
+        async with contextlib.AsyncExitStack() as stack:
+            endpoint = Endpoint(SERVER, host="127.0.0.1", handler=handler, serves=[m.Dispatch])
+            server = await stack.enter_async_context(endpoint)
+            listener = await stack.enter_async_context(TlsListener(server, host="127.0.0.1"))
+            if listener.port:
+                yield server, listener
+                return
+    raise AssertionError("no port is free for UDP and TCP")
+
+
+@contextlib.asynccontextmanager
 async def world(handler: Handler, *, connects: bool = True) -> AsyncIterator[World]:
-    server = Endpoint(SERVER, host="127.0.0.1", handler=handler, serves=[m.Dispatch])
-    client = Endpoint(CLIENT, host="127.0.0.1")
-    async with server, client, TlsListener(server, host="127.0.0.1") as listener:
+    async with both_doors(handler) as (server, listener), Endpoint(CLIENT, host="127.0.0.1") as client:
         connection = await client.dial(("127.0.0.1", server.port), expected=SERVER.node_id)
         if not connects:
             connection.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from peer import fetch, giving, web_sources
+from peer import fetch, giving, opening, web_sources
 from peer.config import PeerConfig, PeerReady
 from peer.daemon import PeerDaemon
 from relay.daemon import RelayConfig, RelayDaemon, RelayReady
@@ -184,6 +185,21 @@ async def test_a_file_on_the_web_that_the_volunteer_names_is_found_by_its_length
     await stage.join(stage.config(model_url=f"{stage.server.url}/any/name.gguf"))
 
 
+async def test_a_server_that_is_busy_at_first_is_asked_again(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(opening, "FIRST_REST_S", 0.01)
+    await stage.add_node(sources=(SOURCE,), offers_blocks=False)
+    stage.server.fails = [(429, {"Retry-After": "0"}), (500, {})]
+    await stage.join(stage.config(model_url=SOURCE))
+
+
+async def test_with_all_blocks_here_the_web_may_be_away(stage: Stage) -> None:
+    await stage.add_node(sources=(SOURCE,), offers_blocks=False)
+    config = stage.config(model_url=SOURCE)
+    await stage.join(config)
+    stage.server.files.clear()
+    await stage.join(config)
+
+
 async def test_a_file_of_which_nobody_knows_what_it_is_needs_its_manifest_beside_it(stage: Stage) -> None:
     config = stage.config(model_url=SOURCE)
     with pytest.raises(UserError, match=r"cannot tell what hf://owner/repo/m\.gguf is: nobody in the registry serves"):
@@ -287,13 +303,11 @@ async def test_a_full_disk_loses_nothing_that_was_checked(stage: Stage, monkeypa
     await stage.add_node(sources=(SOURCE,))
     config = stage.config(experts=frozenset({0, 2, 4}))
     wanted = ExpertSet.of([0, 1], [0, 2, 4])
-    n_written = 0
+    written = itertools.count(1)  # several threads write
     write = block_store.write_atomically
 
     def full(path: Path, data: bytes) -> None:
-        nonlocal n_written
-        n_written += 1
-        if n_written > 2:
+        if next(written) > 2:
             raise OSError(errno.ENOSPC, "No space left on device")
         write(path, data)
 
@@ -304,6 +318,7 @@ async def test_a_full_disk_loses_nothing_that_was_checked(stage: Stage, monkeypa
     store = BlockStore(config.folders.cache, stage.manifest)
     kept = set(store.experts)
     assert len(kept) == 2
+    await stage.server.is_quiet()
     before = stage.server.n_sent
     async with running(PeerDaemon(config, Identity.generate()), PeerReady):
         stage.check(config, wanted)
@@ -422,9 +437,7 @@ async def test_after_kill_9_no_checked_byte_is_fetched_again(stage: Stage) -> No
         await process.wait()
         kept = len(store.experts)
         assert 2 <= kept <= 4, "in the middle of it"
-        async with asyncio.timeout(TIMEOUT_S):
-            while stage.server.n_now:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await stage.server.is_quiet()
         before = stage.server.n_sent
         stage.server.holds_after = None
         process = await start()

@@ -66,6 +66,12 @@ class FileServer:
         finally:
             self.n_now -= 1
 
+    async def is_quiet(self) -> None:
+        """Return once nothing is being sent: what has gone was counted."""
+        async with asyncio.timeout(30):
+            while self.n_now:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     async def _send(self, request: web.Request, data: bytes) -> web.StreamResponse:
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", request.headers.get("Range", ""))
         assert match is not None
@@ -96,8 +102,8 @@ class FileServer:
         step = 1 << 16 if self.rate_bytes_s is None else 1 << 12
         for at in range(0, min(n_most, len(body)), step):
             piece = body[at : min(at + step, n_most)]
+            self.n_sent += len(piece)  # before: who reads it may look at once
             await response.write(piece)
-            self.n_sent += len(piece)
             if self.rate_bytes_s is not None:
                 await asyncio.sleep(len(piece) / self.rate_bytes_s)
         if n_most < len(body):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator
 
@@ -188,6 +190,26 @@ async def test_a_trickle_is_given_up(server: FileServer, file: WebFile, monkeypa
         await file.read(0, 300_000)
 
 
+async def test_a_head_that_never_ends_is_given_up(web: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def trickle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 206 Partial Content\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+
+    monkeypatch.setattr(web_module, "HEAD_TIMEOUT_S", 0.5)
+    async with await asyncio.start_server(trickle, "127.0.0.1", 0) as listening:
+        port = listening.sockets[0].getsockname()[1]
+        file = WebFile(web, locate(f"http://127.0.0.1:{port}/f.gguf", is_asked=True))
+        with pytest.raises(DeadlineExceeded, match="too slow"):
+            async with asyncio.timeout(30):
+                await file.read(0, 100)
+
+
 async def test_nobody_listening_is_a_network_error(web: Web) -> None:
     file = WebFile(web, locate("http://127.0.0.1:1/f.gguf", is_asked=True))
     with pytest.raises(NetworkError, match="cannot connect"):
@@ -216,6 +238,17 @@ async def test_a_target_that_refuses_later_is_looked_for_anew(server: FileServer
     assert await file.read(0, 100) == DATA[:100]
 
 
+async def test_a_target_that_is_down_later_is_looked_for_anew(server: FileServer, file: WebFile) -> None:
+    async with serving(FileServer({"/g.gguf": DATA})) as other:
+        server.redirects = {"/f.gguf": other.url + "/g.gguf"}
+        await file.read(0, 100)
+    server.redirects = {"/f.gguf": "/h.gguf"}
+    server.files = {"/h.gguf": DATA}
+    with pytest.raises(NetworkError):
+        await file.read(0, 100)
+    assert await file.read(0, 100) == DATA[:100]
+
+
 async def test_redirects_are_bounded(server: FileServer, file: WebFile) -> None:
     server.redirects = {"/f.gguf": "/f.gguf"}
     with pytest.raises(SourceUnusable, match="redirected more than 5 times"):
@@ -223,10 +256,22 @@ async def test_redirects_are_bounded(server: FileServer, file: WebFile) -> None:
     assert len(server.headers_seen) == 6
 
 
-@pytest.mark.parametrize("target", ["ftp://127.0.0.1/f.gguf", "file:///etc/passwd", "http://u:p@127.0.0.1/f"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "ftp://127.0.0.1/f.gguf",
+        "file:///etc/passwd",
+        "http://u:p@127.0.0.1/f",
+        "http://h:99999/",
+        "http://h:port/",
+        "http://xn--a/",
+        "http://a..b/",
+        "http://" + 64 * "a" + ".example/",
+    ],
+)
 async def test_a_redirect_to_no_web_address_is_not_followed(server: FileServer, file: WebFile, target: str) -> None:
     server.redirects = {"/f.gguf": target}
-    with pytest.raises(SourceUnusable, match="is redirected to"):
+    with pytest.raises(SourceUnusable, match="is redirected to|leads to no web address"):
         await file.read(0, 100)
     assert len(server.headers_seen) == 1
 

@@ -143,6 +143,22 @@ async def test_a_slice_on_the_web_says_what_it_is_of(stage: Stage, tmp_path: Pat
         await stage.open("backbone.gguf")
 
 
+async def test_a_slice_whose_blocks_have_other_sizes_is_no_part(stage: Stage, tmp_path: Path) -> None:
+    """It says which model it is of; read would be as much as it says, before any hash is looked at."""
+    other = write_synthetic_moe(tmp_path / "o.gguf", n_layers=3, n_expert=6, n_expert_used=2, n_embd=256, n_ff_exp=512)
+    with GgufFile(other) as file:
+        manifest = build_manifest(file)
+        for name, layer in (("larger", 0), ("of-no-layer", 2)):
+            write_slice(file, manifest, ExpertSet.of([layer], [1, 5]), tmp_path / name)
+            data = (tmp_path / name).read_bytes()
+            lying = data.replace(str(manifest.model_id).encode(), str(stage.manifest.model_id).encode())
+            stage.server.files[f"/{name}.gguf"] = lying
+    for name in ("larger", "of-no-layer"):
+        model = await stage.open(f"{name}.gguf")
+        assert model.source.model_id == stage.manifest.model_id
+        assert not model.is_part_of(stage.manifest)
+
+
 async def test_another_model_is_no_part(stage: Stage, tmp_path: Path) -> None:
     other = write_synthetic_moe(tmp_path / "o.gguf", n_layers=2, n_expert=6, n_expert_used=2, n_embd=256, n_ff_exp=128)
     stage.server.files["/o.gguf"] = other.read_bytes()

@@ -72,6 +72,7 @@ async def test_a_download_that_was_cut_goes_on_with_what_is_missing(
     stage.server.cuts_after = [1, 200_000, 200_000, 200_000, 1000]
     with pytest.raises(NetworkError):
         await stage.fetch()
+    await stage.server.is_quiet()
     before = stage.server.n_sent
     path = await stage.fetch()
     assert path.read_bytes() == whole

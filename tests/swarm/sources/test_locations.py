@@ -51,6 +51,11 @@ def test_a_name_leads_to_its_url(name: str, url: str) -> None:
         "hf://owner/repo/../../m.gguf",
         "hf://owner/repo/m.gguf?x=1",
         "hf:///repo/m.gguf",
+        "hf://-owner/repo/m.gguf",
+        "hf://own--er/repo/m.gguf",
+        "hf://owner/repo.git/m.gguf",
+        "https://xn--a/m.gguf",
+        "https://h.example:99999/m.gguf",
     ],
 )
 @pytest.mark.parametrize("is_asked", [True, False])
