@@ -35,10 +35,15 @@ async def require_agreed(
     """Return if the volunteer wants to hold these experts. Raises NotAgreed."""
     model = opened.model
     try:
-        histograms = await registry.histograms(model.manifest.model_id)
+        told = await registry.histograms(model.manifest.model_id)
+        offers = await registry.offers(model.manifest.model_id)
     except SwarmError as error:
         logger.info("cannot ask how much the model is used: %s", error)
         histograms = []
+    else:  # of those alone whose models are trusted: a stranger may say anything
+        known = config.publishers
+        trusted = {offer.node for offer in offers if known is None or known.knows(offer)}
+        histograms = [each for each in told if each.node in trusted]
     store = model.source if isinstance(model.source, BlockStore) else None
     prospect = make_prospect(
         node=str(node),

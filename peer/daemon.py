@@ -44,10 +44,11 @@ from swarm.peer_report import PeerReport, Standing
 from swarm.registry.announcer import TTL_S, Announcer, SequenceNumbers
 from swarm.registry.cache import RegistryCache
 from swarm.registry.client import RegistryClient
+from swarm.registry.leaderboard import MAX_PRESENTED
 from swarm.registry.records import ExpertAnnouncement, printable_name
 from swarm.registry.relays import relays_of
 from swarm.wire import messages as m
-from swarm.wire.receipts import Totals
+from swarm.wire.receipts import RECEIPT_CHARACTERS, Totals
 from swarm.wire.session import WIRE_VERSIONS
 
 logger = logging.getLogger(__name__)
@@ -511,7 +512,13 @@ class PeerDaemon:
         return self._giving.answer(request, last_asked=self._last_asked, is_computing=bool(self._under_way))
 
     async def _answer_status(self) -> m.Status:
-        return m.Status(data=json.dumps(self.status()).encode())
+        status = self.status()
+        try:
+            if self._traffic is not None:
+                self._traffic.admit_bytes(RECEIPT_CHARACTERS * MAX_PRESENTED)
+        except Overloaded:  # anybody may ask: the cap holds for what is large of it, and the rest is short
+            status.pop("receipts", None)
+        return m.Status(data=json.dumps(status).encode())
 
     def status(self) -> dict[str, object]:
         """Return this peer's state; counts since its start, seconds."""

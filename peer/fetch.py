@@ -46,6 +46,7 @@ logger = logging.getLogger(__name__)
 N_PARALLEL = 4  # block requests under way; guessed: hides a round trip without holding many blocks in memory
 BLOCK_TIMEOUT_S = 120.0  # one block; guessed: 88 MB at 6 Mbit/s
 PEER_TIMEOUT_S = 40.0  # one block of a peer, which may be anybody; guessed: 30 MB at 6 Mbit/s
+SLOW_BYTES_S = 200_000  # below, a peer's blocks are not worth waiting for where a backbone gives them; guessed
 MAX_PEERS = 16  # asked for blocks, drawn anew at each look; guessed
 SPARE_DISK_BYTES = 64_000_000  # left free; guessed: a block is written beside the old ones, and others write, too
 MANIFEST_TIMEOUT_S = 30.0
@@ -297,10 +298,15 @@ class SliceFetcher:
             error = self._web.error
         raise NetworkError(f"nobody gives layer {layer}, expert {expert}: {error or 'no offer left'}")
 
-    def _rank(self, giver: _Giver) -> tuple[int, bool, float]:
-        """Return the order of asking: who has not failed, peers before backbones (whose line is everybody's), the fastest."""
+    def _rank(self, giver: _Giver) -> tuple[int, int, float]:
+        """Return the order of asking: who has not failed, peers before backbones (whose line is everybody's), the fastest.
+
+        A peer that has given a block slowly comes after backbones: else anybody could hold up a joiner, block by block.
+        """
         node = giver.who.node
-        return self._failures.get(node, 0), giver.held is None, -self._rates.get(node, float("inf"))
+        rate = self._rates.get(node, float("inf"))
+        turn = 1 if giver.held is None else 0 if rate >= SLOW_BYTES_S else 2
+        return self._failures.get(node, 0), turn, -rate
 
     async def _find_givers(self) -> list[_Giver]:
         model = self._store.manifest.model_id
@@ -335,6 +341,7 @@ def make_room(store: BlockStore, wanted: ExpertSet, n_missing: int, max_disk_byt
         UserError: they do not fit on the disk, or into the cap.
     """
     size = store.manifest.spec.block_size_bytes
+    store.remove_torn(time.time())
     if max_disk_bytes is not None:
         n_bytes = n_missing + sum(size(layer) for layer, _ in store.experts)
         for layer, expert in store.experts:

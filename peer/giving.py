@@ -91,6 +91,7 @@ class Giving:
             LookupError, Refused: as `ModelShare.answer`.
         """
         if not isinstance(request, m.GetBlock):
+            self._traffic.admit_bytes(self._share.n_manifest_bytes)  # a megabyte, of a large model
             return await self._share.answer(request)
         wait_s = IDLE_S if is_computing else last_asked + IDLE_S - self._now()
         if wait_s > 0:

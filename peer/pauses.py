@@ -67,7 +67,8 @@ class Pauses:
 
     def look(self) -> None:
         """Take in how things are."""
-        why = next((why for reason in self._reasons if (why := reason())), "")
+        whys = [reason() for reason in self._reasons]  # all: some measure what has been since they were asked last
+        why = next(filter(None, whys), "")
         if bool(why) != bool(self.why):
             self._changed.set()
         self.why = why

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -43,6 +44,7 @@ QUIET_S = 2.0  # a backbone is asked so long after its last dispatch,
 ASK_S = 30.0  # under load so often; guessed: what is lost at most when it is killed
 LEAST_ASK_S = 5.0  # and never sooner after the last question, or the first dispatch
 TIMEOUT_S = 3.0
+MAX_ASKED = 16  # at one look, those not asked for longest first: each may answer with a megabyte
 LEAVE_TIMEOUT_S = 1.0  # for the last ones, when this peer leaves
 
 
@@ -54,7 +56,7 @@ class ReceiptBook:
         self._path = path
         self._peer = peer
         self._kept: dict[Key, Receipt] = {}
-        self._presented: list[str] | None = None  # None: something has changed
+        self._order: list[str] | None = None  # in which they are presented; None: something has changed
         self._is_saved = True
         for receipt in read_receipts(path) if path is not None else ():
             if receipt.peer == peer:
@@ -84,9 +86,17 @@ class ReceiptBook:
         return n_new
 
     def presented(self) -> list[str]:
-        """Return what to show to who asks: of every backbone the latest days'."""
-        if self._presented is not None:
-            return self._presented
+        """Return what to show to who asks: of every backbone the latest days'; of more than fit, half are drawn each time.
+
+        So whoever dispatches once with each of many keys, and signs, hides nobody else's receipts for long.
+        """
+        if self._order is None:
+            self._order = self._in_order()
+        n_first = MAX_PRESENTED // 2
+        first, rest = self._order[:n_first], self._order[n_first:]
+        return first + (rest if len(self._order) <= MAX_PRESENTED else random.sample(rest, MAX_PRESENTED - n_first))
+
+    def _in_order(self) -> list[str]:
         latest = sorted(self._kept.values(), key=lambda receipt: (receipt.day, receipt.rank), reverse=True)
         n_before: Counter[NodeId] = Counter()
         turns = []  # each backbone's latest first, so that one that gives many hides nobody else's
@@ -94,8 +104,7 @@ class ReceiptBook:
             turns.append((n_before[receipt.backbone], receipt))
             n_before[receipt.backbone] += 1
         turns.sort(key=lambda each: each[0])
-        self._presented = [receipt.text for _, receipt in turns[:MAX_PRESENTED]]
-        return self._presented
+        return [receipt.text for _, receipt in turns]
 
     def totals(self, day: int | None = None) -> Totals:
         """Return what the receipts of one day, or all, add up to."""
@@ -114,7 +123,7 @@ class ReceiptBook:
             logger.warning("cannot keep receipts in %s: %s", self._path, error.strerror)
 
     def _keep(self, receipt: Receipt) -> None:
-        self._is_saved, self._presented = False, None
+        self._is_saved, self._order = False, None
         self._kept[receipt.key] = receipt
         if len(self._kept) > MAX_RECEIPTS:
             # Of the backbone with the most receipts the oldest: strangers who give many push out their own first.
@@ -200,12 +209,14 @@ class Collector:
     async def look(self, *, is_last: bool = False) -> None:
         """Ask those who may owe a receipt. `is_last`: whoever may, now, and for a short time."""
         now = self._now()
-        due = {node for node, each in self._backbones.items() if each.has_news and (is_last or each.is_due(now))}
+        due = [node for node, each in self._backbones.items() if each.has_news and (is_last or each.is_due(now))]
+        due.sort(key=lambda node: self._backbones[node].asked_at)
+        due = due if is_last else due[:MAX_ASKED]
         if not due:
             return
         asked = {connection.remote: connection for connection in self._connections() if connection.remote in due}
         for node in due:
-            self._backbones[node].has_news = False
+            self._backbones[node].has_news = node not in asked  # who is away now is asked when it is back
             self._backbones[node].asked_at = now
         timeout_s = LEAVE_TIMEOUT_S if is_last else TIMEOUT_S
         await asyncio.gather(*(self._ask(node, connection, timeout_s) for node, connection in asked.items()))

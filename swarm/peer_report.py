@@ -84,12 +84,13 @@ class PeerReport:
 
 def scarcity_of(experts: ExpertSet, announcements: Iterable[ExpertAnnouncement], me: NodeId) -> Scarcity | None:
     """Return who else holds these experts, loading ones counted; None: there are none."""
-    n_others: Counter[tuple[int, int]] = Counter()
-    held = set(experts)
+    n_others: dict[int, Counter[int]] = {layer: Counter() for layer in experts.by_layer}
     for record in announcements:
-        if record.node != me:
-            n_others.update(held.intersection(record.experts))
-    counts = [n_others[block] for block in held]
+        if record.node != me:  # layer by layer: a few hundred bytes of a stranger's can name 131,072 blocks
+            for layer, theirs in record.experts.by_layer.items():
+                if layer in n_others:
+                    n_others[layer].update(experts.by_layer[layer] & theirs)
+    counts = [n_others[layer][expert] for layer, expert in experts]
     if not counts:
         return None
     return Scarcity(

@@ -238,6 +238,8 @@ class Lane:
             if isinstance(source, Slot):  # which may have forgotten something since it was chosen
                 other = self.jobs.get(source.origin)
                 n_kept = min(n_kept, len(source.tokens) if other is None else other.live.n_computed)
+            if self._is_reproducible and n_kept == 1:  # it may have been computed alone, and has other bits then
+                n_kept = 0
             old_tokens, old_origin = seat.slot.tokens, seat.slot.origin
             seat.slot.tokens = NOTHING  # should it fail, nobody knows what is left
             n_kept, state = await self._alone(

@@ -30,6 +30,11 @@ class ModelShare:
         self._reads = asyncio.Semaphore(MAX_READS)
         self._has_failed = False
 
+    @property
+    def n_manifest_bytes(self) -> int:
+        """What the manifest takes on the wire."""
+        return len(self._manifest_bytes)
+
     async def answer(self, request: m.Request) -> m.Response:
         """Return the answer.
 

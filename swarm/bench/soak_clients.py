@@ -54,7 +54,7 @@ class SoakClients:
                     await self._ask_and_leave(session, body, rng.uniform(0, MAX_PATIENCE_S))
                 else:
                     await self._ask(session, body, rng.randrange(1, MAX_LINES) if leaves else None)
-            except aiohttp.ClientError as error:
+            except (aiohttp.ClientError, TimeoutError) as error:  # aiohttp's own time for an answer is no ClientError
                 self.failures.append(repr(error))
             await asyncio.sleep(rng.expovariate(1 / self._think_s) if self._think_s else 0)
 

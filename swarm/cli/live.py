@@ -14,7 +14,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import select
+import stat
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +29,16 @@ from rich.text import Text
 
 from swarm.cli.runtime import err
 
+if sys.platform != "win32":
+    import fcntl
+    import termios
+
 logger = logging.getLogger(__name__)
 
 LOOK_S = 1.0  # between two looks at what is to be shown; 0.25 s would be a busier screen for no more news; guessed
 REDRAW_S = 0.25  # least time between two redraws, however often `soon` is called
 TOLD_S = 60.0  # between two lines where nobody looks
+LEAST_PIPE_BYTES = 16 << 10  # of an empty pipe, where the system does not say; macOS's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,14 @@ class LiveLines:
         self._soon.set()
 
     async def run(self) -> None:
-        """Show it, for ever. A terminal's lines are gone when this ends."""
+        """Show it, for ever. A terminal's lines are gone when this ends; a terminal or a reader that has gone ends nothing."""
+        try:
+            await self._show()
+        except OSError as error:
+            logger.info("the status can be shown no more: %s", error)
+            await asyncio.Event().wait()
+
+    async def _show(self) -> None:
         if self._as_json:
             await self._tell_json()
         elif self._is_quiet:
@@ -110,8 +125,9 @@ class LiveLines:
             shown, now = self._look(), clock()
             is_due = now >= told_at + TOLD_S and shown.figures != told_figures
             stream = self._stream or sys.stdout
-            if (shown.state != told_state or is_due) and can_write(stream):
-                print(json.dumps({"event": "status", **shown.state, **shown.figures}), file=stream, flush=True)
+            text = json.dumps({"event": "status", **shown.state, **shown.figures})
+            if (shown.state != told_state or is_due) and can_write(stream, len(text) + 1):
+                print(text, file=stream, flush=True)
                 told_state, told_figures, told_at = dict(shown.state), dict(shown.figures), now
             await self._pause()
 
@@ -125,10 +141,19 @@ class LiveLines:
         self._soon.clear()
 
 
-def can_write(stream: IO[str]) -> bool:
-    """Return whether some bytes can be written now without waiting; True where there is no telling."""
+def can_write(stream: IO[str], n_bytes: int = 1) -> bool:
+    """Return whether so many bytes can be written now without waiting; True where there is no telling."""
     try:
         _, ready, _ = select.select([], [stream.fileno()], [], 0)
+        return bool(ready) and (n_bytes <= select.PIPE_BUF or _has_room(stream.fileno(), n_bytes))
     except (OSError, ValueError):  # no file, or a system on which only sockets can be asked
         return True
-    return bool(ready)
+
+
+def _has_room(fd: int, n_bytes: int) -> bool:
+    """Return whether a pipe takes so many bytes at once: one that is said to be ready may have room for PIPE_BUF only."""
+    if sys.platform == "win32" or not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return True
+    (n_unread,) = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))
+    size = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else LEAST_PIPE_BYTES
+    return n_unread == 0 and n_bytes <= size  # pages that are read in part count as full: how much is free nobody tells

@@ -53,7 +53,10 @@ async def _read_line(fd: int) -> str | None:
 
 
 def confirm(question: str) -> bool:
-    """Return what the person answers, before anything else goes on; no where nobody is. Ctrl-C ends the program."""
+    """Return what the person answers, before anything else goes on; no where nobody is, and at the end of input.
+
+    Ctrl-C ends the program.
+    """
     if not sys.stdin.isatty():
         return False
     former = signal.getsignal(signal.SIGINT)
@@ -61,8 +64,17 @@ def confirm(question: str) -> bool:
         # asyncio's own handler waits for its loop, which waits here.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:  # not in the main thread, where signals are not ours
-        return typer.confirm(question, err=True)
+        return _confirm(question)
     try:
-        return typer.confirm(question, err=True)
+        return _confirm(question)
     finally:
         signal.signal(signal.SIGINT, former)
+
+
+def _confirm(question: str) -> bool:
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort as abort:  # what typer makes of both; in a task group it would be a failure of the group
+        if isinstance(abort.__context__, EOFError):
+            return False
+        raise KeyboardInterrupt from None

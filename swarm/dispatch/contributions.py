@@ -4,12 +4,11 @@ Counted is what went into a layer: rows and (row, expert) pairs of the answer th
 that was refused, what this process computed itself, and a second opinion for an audit count for nobody.
 
 Counts are kept by *period*: one UTC day of one run, with a random name, so that a backbone that has lost its counts, or whose
-clock was set back, begins a new period and never signs less than before under an old name.
+clock was set back, begins a new period and never signs less than before under an old name. So it does when a period is full.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ from swarm.ids import NodeId
 from swarm.wire.receipts import FULL_WEIGHT, PERIOD_BYTES, Receipt, Totals, day_of, sign_receipt
 
 KEPT_PERIODS = 2  # today's, and yesterday's for those who have not fetched their last receipt yet
-MAX_PEERS = 1024  # of a period, who was used longest ago is forgotten first; guessed: four times `holders.MAX_HOLDERS`
+MAX_PEERS = 1024  # of a period; guessed: four times `holders.MAX_HOLDERS`
 
 FEW_PAIRS = (
     32  # up to so many, a list is faster than numpy (measured: an answer of 8 pairs takes 1.7 us instead of 3.9)
@@ -45,7 +44,7 @@ class _Count:
 class _Period:
     day: int
     name: bytes
-    counts: OrderedDict[NodeId, _Count] = field(default_factory=OrderedDict)  # who was used last comes last
+    counts: dict[NodeId, _Count] = field(default_factory=dict)
 
 
 class Contributions:
@@ -65,14 +64,13 @@ class Contributions:
         """Count one answer that was used: `expert_ids` [P]."""
         if node == HERE:
             return
-        counts = self._period().counts
-        mine = counts.get(node)
+        period = self._period()
+        mine = period.counts.get(node)
         if mine is None:
-            mine = counts[node] = _Count()
-            if len(counts) > MAX_PEERS:
-                counts.popitem(last=False)
-        else:
-            counts.move_to_end(node)
+            # To forget one would make it count less under this name when it is back.
+            if len(period.counts) >= MAX_PEERS:
+                period = self._begin(period.day)
+            mine = period.counts[node] = _Count()
         mine.n_rows += n_rows
         mine.n_pairs += len(expert_ids)
         mine.weight += self._weight_of(layer, expert_ids)
@@ -101,6 +99,9 @@ class Contributions:
         if self._periods and self._periods[-1].day == day:
             return self._periods[-1]
         # A clock that jumps back and forth begins a new period each time; at worst what was not fetched is forgotten.
+        return self._begin(day)
+
+    def _begin(self, day: int) -> _Period:
         period = _Period(day, self._random(PERIOD_BYTES))
         self._periods = [*self._periods, period][-KEPT_PERIODS:]
         return period

@@ -6,6 +6,7 @@ so a download that was cut goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from swarm.files import write_atomically
 from swarm.ids import ExpertSet
 from swarm.model.manifest import Manifest, verify_block
 
+TORN_S = 3600.0  # a block that is being written for so long never will be: its process was killed; guessed
 NAME = re.compile(r"blk\.(0|[1-9]\d{0,3})\.(0|[1-9]\d{0,3})", re.ASCII)
 
 
@@ -76,6 +78,13 @@ class BlockStore:
             self._path(layer, expert).unlink(missing_ok=True)
         except OSError as error:
             raise UserError(f"cannot delete blocks in {self.folder}: {error.strerror}") from error
+
+    def remove_torn(self, wall_s: float) -> None:
+        """Delete what processes that were killed in the midst of writing have left; `wall_s`: now, seconds since 1970."""
+        for path in self.folder.glob(".blk.*.part"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < wall_s - TORN_S:
+                    path.unlink(missing_ok=True)
 
     def read_block(self, layer: int, expert: int) -> bytes:
         """Return one block's bytes, verified.

@@ -34,6 +34,7 @@ MAX_HEADER_BYTES = 256 << 20  # guessed: vocabularies of 256k tokens with merges
 MAX_KEY_BYTES = 65_535  # the GGUF specification's
 MAX_TENSOR_NAME_BYTES = 63  # GGML_MAX_NAME less its NUL
 MAX_DIMS = 4  # GGML_MAX_DIMS
+MAX_KEYS = 65_536  # guessed: models have some fifty, slices one more for each layer; each takes 300 bytes of memory
 MAX_TENSORS = 65_536  # guessed: the largest models have a few thousand
 CHUNK_BYTES = 1 << 20  # of a streamed read; guessed: large enough that calls cost nothing
 
@@ -233,7 +234,10 @@ class _HeaderReader:
             raise ValueError(
                 f"unknown type of array at byte {self.position}: got {element}, expected scalars or strings"
             )
-        return MetadataValue(type_, head + b"".join([self._string() for _ in range(count)]))
+        texts = bytearray(head)  # and no list of them: empty ones would take six times their bytes
+        for _ in range(count):
+            texts += self._string()
+        return MetadataValue(type_, bytes(texts))
 
     def _string(self) -> bytes:
         head = self.take(8, "string")
@@ -333,6 +337,8 @@ class GgufFile:
             raise ValueError(f"unsupported layout: got {reason}, expected little-endian version 2 or 3")
         n_tensors, n_kv = header.number("Q", "number of tensors"), header.number("Q", "number of keys")
         header.require(n_kv * 13, "metadata")  # the least that a key takes: an 8-byte length, a type and a byte
+        if n_kv > MAX_KEYS:
+            raise ValueError(f"too many metadata keys: got {n_kv}, expected at most {MAX_KEYS}")
         if n_tensors > MAX_TENSORS:
             raise ValueError(f"too many tensors: got {n_tensors}, expected at most {MAX_TENSORS}")
         metadata: dict[str, MetadataValue] = {}

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm.errors import NetworkError, RemoteProtocolError
+from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.ip import plain_ip
@@ -61,7 +61,7 @@ class FastLinks:
         """Return the link to use for a dispatch to `node`; None: the connection itself. May begin to open one."""
         place = self._places.get(node)
         if place is None:
-            if len(self._places) >= MAX_LINKS or self._is_closed:
+            if self._is_closed or not self._make_room():
                 return None
             place = self._places[node] = _Place()
         now = self._now()
@@ -70,6 +70,16 @@ class FastLinks:
             self._look(node, place, connection, now)
         link = place.link
         return link if link is not None and link.is_open and not link.is_stalled else None
+
+    def _make_room(self) -> bool:
+        """Return whether another node has a place: of those without a link who was used longest ago is forgotten."""
+        if len(self._places) < MAX_LINKS:
+            return True
+        unused = [node for node, place in self._places.items() if place.link is None and place.opening is None]
+        if not unused:
+            return False
+        del self._places[min(unused, key=lambda node: self._places[node].looked_at)]
+        return True
 
     async def close(self) -> None:
         """Close all links, and give up those that are being opened."""
@@ -111,8 +121,10 @@ class FastLinks:
     async def _open(self, node: NodeId, place: _Place, path: Path) -> None:
         on_gone = functools.partial(self._on_gone, node)
         try:
-            place.link = await _dial(self._identity, node, path, on_gone)
-            place.path = path
+            link = await _dial(self._identity, node, path, on_gone)
+            if not link.is_open:  # `_on_gone` did not know it yet
+                raise ConnectionLost("the link ended as it opened")
+            place.link, place.path = link, path
             place.choice.opened(self._now())
             logger.debug("a TLS link with node %s is open", node.short)
         except (NetworkError, RemoteProtocolError) as error:

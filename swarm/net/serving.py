@@ -166,7 +166,11 @@ class Serving:
                 async with asyncio.timeout(ROOM_TIMEOUT_S) as waiting, self._bulky_turn:
                     await self._wait_for_room()
                     waiting.reschedule(None)
-                    answer = handler(connection, request)
+                    try:
+                        answer = handler(connection, request)
+                    except Exception as error:
+                        self._refuse(connection, exchange, error)
+                        return
                     assert not isinstance(answer, m.Result)  # dispatches are not bulky
                     await self._serve(answer, connection, exchange)
             except TimeoutError:

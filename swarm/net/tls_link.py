@@ -245,6 +245,8 @@ class TlsLink(asyncio.Protocol):
             self._end(RemoteProtocolError(f"the link failed: {type(failure).__name__}"))
         if self._error is None:
             self._flush()
+            if self._timer is None:  # as a server: what arrives may have a deadline now
+                self._set_timer(now)
 
     def pause_writing(self) -> None:
         """The transport's buffer is full."""

@@ -149,13 +149,13 @@ class Leaderboard:
         if now < self._made_at + BOARD_S:
             return self._shown
         self._made_at = now
+        totals = self._ledger.totals(today, own())
         for node, name in names.items():
             self._names.pop(node, None)
-            if name:
+            if name and node in totals:  # names cost nothing: a crowd of them must push out nobody who did something
                 self._names[node] = name
         while len(self._names) > MAX_PEERS:
             self._names.popitem(last=False)
-        totals = self._ledger.totals(today, own())
         listed = {node: counted for node, counted in totals.items() if not is_barred(node)}
         self._shown = {
             "days": WINDOW_DAYS,

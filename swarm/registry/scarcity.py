@@ -71,8 +71,16 @@ def capacity(
 
     One that has a cap on what it sends counts for less.
     """
+    return _capacity_and_holders(layers, n_expert, announcements)[0]
+
+
+def _capacity_and_holders(
+    layers: Sequence[int], n_expert: int, announcements: Iterable[ExpertAnnouncement]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+    """Return `capacity`, and how many peers hold each block, [L, E] both."""
     row_of = {layer: row for row, layer in enumerate(layers)}
     total = np.zeros((len(layers), n_expert))
+    n_holders = np.zeros(total.shape, dtype=np.int64)
     for record in announcements:
         held = mask(row_of, n_expert, record.experts)
         n_held = int(held.sum())
@@ -80,7 +88,8 @@ def capacity(
             cap = record.upload_bytes_s
             share = 1.0 if cap is None else min(1.0, max(LEAST_SHARE, cap / FULL_UPLOAD_BYTES_S))
             total += held * (share * held.size / n_held)
-    return total
+            n_holders += held
+    return total, n_holders
 
 
 def scarcity(
@@ -90,12 +99,7 @@ def scarcity(
     announcements: Iterable[ExpertAnnouncement],
 ) -> npt.NDArray[np.float64]:
     """Return demand over capacity, [L, E]; what has one holder or none comes before the rest."""
-    announced = list(announcements)
-    there = capacity(layers, n_expert, announced)
-    row_of = {layer: row for row, layer in enumerate(layers)}
-    n_holders = np.zeros(there.shape, dtype=np.int64)
-    for record in announced:
-        n_holders += mask(row_of, n_expert, record.experts)
+    there, n_holders = _capacity_and_holders(layers, n_expert, announcements)
     wanted: npt.NDArray[np.float64] = demand(layers, n_expert, histograms) / np.maximum(there, NO_CAPACITY)
     return np.where(n_holders == 1, ONE_HOLDER * wanted, wanted)
 
@@ -103,9 +107,12 @@ def scarcity(
 def mask(row_of: Mapping[int, int], n_expert: int, experts: ExpertSet) -> npt.NDArray[np.bool_]:
     """Return which blocks a set has, [L, E]; what the model does not have is left out."""
     held = np.zeros((len(row_of), n_expert), dtype=np.bool_)
+    rows_of: dict[frozenset[int], list[int]] = {}  # most have the same experts in all layers: each set is read once
     for layer, chosen in experts.by_layer.items():
         if layer in row_of:
-            held[row_of[layer], [expert for expert in chosen if expert < n_expert]] = True
+            rows_of.setdefault(chosen, []).append(row_of[layer])
+    for chosen, rows in rows_of.items():
+        held[np.ix_(rows, [expert for expert in chosen if expert < n_expert])] = True
     return held
 
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -193,8 +193,9 @@ async def _fetch_header(file: WebFile, cache_dir: Path, *, beside: Path | None =
     path = folder / _safe_name(file.location.file_name)
     try:
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        if file.etag is not None and await asyncio.to_thread(_is_whole, path, size, bytes(have)):
-            return path
+        with suppress(RemoteProtocolError):  # damaged here: fetched anew
+            if file.etag is not None and await asyncio.to_thread(_is_whole, path, size, bytes(have)):
+                return path
         n_next = STEP_BYTES
         while True:
             await asyncio.to_thread(write_atomically, path, bytes(have))

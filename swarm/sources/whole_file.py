@@ -3,6 +3,7 @@
     <cache>/models/<where and which version>/<name>.part     the file, with holes
                                              <name>.parts    a byte for each part that is on the disk: 1
                                              <name>          once all of it is
+                                             <name>.version  of a shard but the first: where it is and which version
 
 A part is synced before its byte is written, so that a power cut loses parts and invents none. A file without a strong ETag may
 change unseen between two runs: it is begun anew.
@@ -24,6 +25,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from swarm.errors import NetworkError, Overloaded, RemoteProtocolError, SourceUnusable, SwarmError, UserError
+from swarm.files import write_atomically
 from swarm.model.gguf_file import SHARD_COUNT_KEY, GgufFile, shard_paths
 from swarm.sources.locations import Location
 from swarm.sources.web import Web
@@ -64,14 +66,17 @@ async def _fetch(file: WebFile, cache_dir: Path, progress: Progress, *, beside: 
             pass
     assert file.size_bytes is not None
     key = f"{file.location.url}\0{file.size_bytes}\0{file.etag}"
-    folder = cache_dir / "models" / hashlib.sha256(key.encode()).hexdigest()[:32] if beside is None else beside.parent
+    version = hashlib.sha256(key.encode()).hexdigest()[:32]
+    folder = cache_dir / "models" / version if beside is None else beside.parent
     name = file.location.file_name
-    if name in ("", ".", "..") or "/" in name or "\\" in name or len(name.encode()) > 200:
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name or len(name.encode()) > 200:
         raise SourceUnusable(f"no file can be called so: got {name[:80]!r}")
     path = folder / name
-    if file.etag is not None and path.is_file() and path.stat().st_size == file.size_bytes:
-        return path
     try:
+        if beside is not None:
+            await asyncio.to_thread(_forget_others, path, version)
+        if file.etag is not None and path.is_file() and path.stat().st_size == file.size_bytes:
+            return path
         download = await asyncio.to_thread(_Download, path, file, progress)
         try:
             await download.run()
@@ -80,6 +85,16 @@ async def _fetch(file: WebFile, cache_dir: Path, progress: Progress, *, beside: 
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from error
     return path
+
+
+def _forget_others(path: Path, version: str) -> None:
+    """Delete what is here of another version of a shard: its folder is called after the first one's, which may be the same."""
+    mark = path.with_name(path.name + ".version")
+    if mark.is_file() and mark.read_bytes() == version.encode():
+        return
+    for suffix in ("", ".part", ".parts"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    write_atomically(mark, version.encode())
 
 
 class _Download:

@@ -49,6 +49,7 @@ from swarm.peer_report import Scarcity, Standing
 from swarm.plan.prospect import Prospect
 from swarm.registry import announcer
 from swarm.registry.client import RegistryAddress
+from swarm.registry.publishers import Publishers
 from swarm.registry.records import (
     ExpertAnnouncement,
     RecordKind,
@@ -129,6 +130,7 @@ class FakeRegistry:
     network: FakeNetwork
     published: list[Any]
     others: list[ExpertAnnouncement]
+    told: list[RoutingHistogram]
     has_lost_us = False
 
     def __init__(self, *_: object, **_options: object) -> None:
@@ -143,7 +145,7 @@ class FakeRegistry:
         return list(self.others)
 
     async def histograms(self, _model: object) -> list[RoutingHistogram]:
-        return []
+        return self.told
 
     async def observed_address(self) -> str:
         if self.has_lost_us and self.published:
@@ -171,6 +173,7 @@ class FakePool:
 def _fakes(monkeypatch: pytest.MonkeyPatch, network: FakeNetwork) -> None:
     FakeRegistry.network = FakePool.network = network
     FakeRegistry.published, FakeRegistry.others, FakeRegistry.has_lost_us = [], [], False
+    FakeRegistry.told = []
     monkeypatch.setattr(auto, "SETTLE_S", 0.0)
     monkeypatch.setattr(daemon, "Endpoint", FakeEndpoint)
     monkeypatch.setattr(daemon, "PathFinder", FakeFinder)
@@ -957,6 +960,34 @@ async def test_a_volunteer_is_asked_before_anything_is_fetched_or_loaded(
         assert asked[-1].fetch_bytes == 0, "what is here already is not fetched again"
 
 
+async def test_the_demand_that_a_volunteer_is_shown_is_the_word_of_trusted_backbones_alone(
+    small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork, tmp_path: Path
+) -> None:
+    network.add(small, 1)
+    FakeRegistry.told = [
+        RoutingHistogram(
+            node=node(number),
+            seq=1,
+            ttl_s=60,
+            model=small.manifest.model_id,
+            n_tokens=n_tokens,
+            window_s=10,
+            loads=((0, "f"),),
+        )
+        for number, n_tokens in ((1, 50), (2, 10**18))  # the second one has not even an offer
+    ]
+    asked: list[Prospect] = []
+
+    async def refuse(plan: Prospect) -> bool:
+        asked.append(plan)
+        return False
+
+    for publishers in (None, Publishers(tmp_path / "known", given=[node(1)])):
+        with pytest.raises(NotAgreed):
+            await PeerDaemon(config(publishers=publishers), IDENTITY, agree=refuse).run(lambda _: None)
+        assert asked.pop().tokens_per_s == 5.0
+
+
 async def test_a_claim_that_the_volunteer_does_not_want_is_withdrawn(
     small: SmallModel, config: Callable[..., PeerConfig], network: FakeNetwork
 ) -> None:
@@ -1072,3 +1103,7 @@ async def test_receipts_are_fetched_kept_and_presented_by_who_shows_a_name(
         status = json.loads((await endpoint.ask(m.GetStatus())).data)
     assert status["contribution"] == {"n_rows": 2, "n_pairs": 3, "points": 3}
     assert status.get("receipts") == ([receipt.text] if name else None)
+    async with joined(config(model_file=small.path, name=name, max_upload_bytes_s=50_000.0)) as (_, endpoint):
+        endpoint.bytes_sent += 10_000_000
+        status = json.loads((await endpoint.ask(m.GetStatus())).data)
+    assert "receipts" not in status, "whoever asks again and again does not make it send more than its owner allows"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -529,3 +531,22 @@ async def test_a_busy_peer_cannot_have_itself_asked_without_a_pause(
     with pytest.raises(ConnectionLost, match="enough"):
         await fetcher(network, store).fetch(ExpertSet.of([0], [1]))
     assert min(waits) == 0.5
+
+
+async def test_a_peer_that_gives_slowly_is_asked_after_backbones(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, now = small.share(), 100.0
+
+    async def slow(request: m.Request) -> m.Response:
+        nonlocal now
+        now += fetch.PEER_TIMEOUT_S - 1.0
+        return await honest.answer(request)
+
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    monkeypatch.setattr(fetch, "N_PARALLEL", 1)
+    network.add(small, 1)
+    network.add_peer(small, 2, WANTED, slow)
+    await fetcher(network, store).fetch(WANTED)
+    assert store.experts == WANTED
+    assert (len(network.blocks_asked(2)), len(network.blocks_asked(1))) == (1, len(WANTED) - 1)

@@ -105,14 +105,32 @@ async def test_the_cap_on_what_is_sent_holds_for_blocks_too(small: SmallModel) -
     assert full.value.retry_after_s > 0
 
 
+async def test_the_cap_on_what_is_sent_holds_for_manifests_too(small: SmallModel) -> None:
+    """Anybody may ask for one again and again, with a few bytes."""
+    counters: Any = SimpleNamespace(bytes_sent=0, repair_bytes=0, bytes_received=0)
+    traffic = Traffic(counters, max_upload_bytes_s=50_000.0, max_download_bytes_s=None, now=Clock())
+    giving = Giving(ModelShare(small.manifest, small.source), traffic, small.manifest.spec.block_size_bytes)
+    request = m.GetManifest(model_id=small.manifest.model_id)
+
+    async def ask_on() -> None:
+        for _ in range(1000):
+            answer = await giving.answer(request, last_asked=NEVER, is_computing=False)
+            assert isinstance(answer, m.ManifestBytes)
+            counters.bytes_sent += len(answer.data)
+
+    with pytest.raises(Overloaded, match="used up"):
+        await ask_on()
+    assert counters.bytes_sent <= 50_000.0 * BURST_S
+
+
 async def test_asking_for_what_is_not_there_uses_up_nothing_of_the_line(small: SmallModel) -> None:
     rate = 100_000.0
     giving = made(small, Clock(), rate=rate)
+    other = m.GetBlock(model_id=ModelId(bytes(32)), layer=0, expert=1)
     for _ in range(math.ceil(2 * rate * BURST_S / small.manifest.spec.block_size_bytes(0))):
         with pytest.raises(LookupError):
             await giving.answer(block(small, expert=999), last_asked=NEVER, is_computing=False)
         with pytest.raises(LookupError):
-            other = m.GetBlock(model_id=ModelId(bytes(32)), layer=0, expert=1)
             await giving.answer(other, last_asked=NEVER, is_computing=False)
     await giving.answer(block(small), last_asked=NEVER, is_computing=False)
 

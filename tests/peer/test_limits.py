@@ -136,6 +136,21 @@ def dispatch(n_rows: int, codec: RowCodec = RowCodec.F16) -> m.Dispatch:
     )
 
 
+async def test_a_load_before_its_hours_does_not_send_a_peer_to_rest_as_they_begin() -> None:
+    is_outside, share, clock = False, 0.9, 0.0
+    pauses = Pauses([lambda: "outside" if is_outside else "", while_busy(lambda: share, now=lambda: clock)])
+    pauses.look()
+    is_outside, share = True, 0.0
+    while clock < 1000.0:
+        clock += 2.0
+        pauses.look()
+    assert pauses.why == "outside"
+    is_outside, share = False, 0.9
+    clock += 2.0
+    pauses.look()
+    assert pauses.why == "", "busy for one look"
+
+
 def test_an_answer_that_does_not_fit_the_upload_is_refused_with_a_time() -> None:
     now = 0.0
     counters = SimpleNamespace(bytes_sent=0, repair_bytes=0, bytes_received=0)

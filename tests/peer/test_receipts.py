@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any, cast
 
@@ -147,6 +148,19 @@ def test_what_is_presented_is_bounded_and_of_every_backbone() -> None:
     assert [each.backbone for each in shown[:3]] == [OTHER.node_id, US.node_id, OTHER.node_id]
 
 
+def test_many_keys_hide_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever makes keys by the dozen, dispatches once with each and signs much of a day ahead fills half, not all."""
+    monkeypatch.setattr(module, "random", random.Random(1))
+    book = ReceiptBook(None, ME)
+    book.take(US.node_id, [receipt(5).text])
+    for number in range(100, 100 + 2 * MAX_PRESENTED):
+        crowd = Identity.from_seed(bytes([number]) * 32)
+        book.take(crowd.node_id, [receipt(10_000, by=crowd, day=TODAY + 1).text])
+    seen = [book.presented() for _ in range(100)]
+    assert {len(set(shown)) for shown in seen} == {MAX_PRESENTED}
+    assert any(receipt(5).text in shown for shown in seen)
+
+
 # Asking
 
 
@@ -229,6 +243,33 @@ def test_a_backbone_that_did_not_answer_is_asked_again() -> None:
     asking.time += LEAST_ASK_S
     asking.look()
     assert (backbone.n_asked, asking.book.totals().n_pairs) == (2, 5)
+
+
+def test_a_crowd_is_asked_a_few_at_a_time_and_nobody_is_left_out() -> None:
+    crowd = [FakeConnection(NodeId(bytes([number]) * 32), b"{}") for number in range(3 * module.MAX_ASKED)]
+    asking = Asking(*crowd)
+    for each in crowd:
+        asking.collector.note(each.remote)
+    asking.time += LEAST_ASK_S
+    for n in range(3):
+        asking.look()
+        assert sum(each.n_asked for each in crowd) == (n + 1) * module.MAX_ASKED
+    assert {each.n_asked for each in crowd} == {1}
+
+
+def test_a_backbone_that_is_away_is_asked_once_it_is_back() -> None:
+    connections: list[FakeConnection] = []
+    asking = Asking()
+    asking.collector = Collector(
+        asking.book, lambda: cast(list[Connection], connections), now=lambda: asking.time, wall=lambda: 0.0
+    )
+    asking.collector.note(US.node_id)
+    asking.time += LEAST_ASK_S
+    asking.look()
+    connections.append(FakeConnection(US.node_id, status(receipt(5))))
+    asking.time += LEAST_ASK_S
+    asking.look()
+    assert asking.book.totals().n_pairs == 5
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ async def test_redirects_are_bounded(server: FileServer, file: WebFile) -> None:
 )
 async def test_a_redirect_to_no_web_address_is_not_followed(server: FileServer, file: WebFile, target: str) -> None:
     server.redirects = {"/f.gguf": target}
-    with pytest.raises(SourceUnusable, match="is redirected to|leads to no web address"):
+    with pytest.raises(SourceUnusable, match=r"is redirected to|leads to no web address"):
         await file.read(0, 100)
     assert len(server.headers_seen) == 1
 

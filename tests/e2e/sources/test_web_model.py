@@ -99,6 +99,14 @@ async def test_a_kept_header_that_was_cut_is_fetched_anew(stage: Stage) -> None:
     await stage.check(await stage.open())
 
 
+async def test_a_kept_header_that_was_damaged_is_fetched_anew(stage: Stage) -> None:
+    await stage.open()
+    [kept] = (stage.folder / "cache" / "headers").glob("*/*.gguf")
+    data = kept.read_bytes()
+    kept.write_bytes(data[:400] + bytes(len(data) - 400))
+    await stage.check(await stage.open())
+
+
 async def test_without_an_etag_nothing_is_kept(stage: Stage) -> None:
     stage.server.etag = ""
     await stage.open()

@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import aiohttp.web
 import pytest
 import pytest_asyncio
 
@@ -123,7 +124,38 @@ async def test_shards_are_fetched_beside_the_first(stage: Stage, made: Path, tmp
     paths = write_shards(tmp_path, made, 3)
     stage.server.files = {f"/{path.name}": path.read_bytes() for path in paths}
     first = await stage.fetch(paths[0].name)
-    assert sorted(path.name for path in first.parent.iterdir()) == [path.name for path in paths]
+    assert sorted(path.name for path in first.parent.glob("*.gguf")) == [path.name for path in paths]
+
+
+async def test_a_shard_that_changes_alone_is_fetched_anew_and_never_mixed(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_file, "PART_BYTES", 50_000)
+    monkeypatch.setattr(whole_file, "N_ATTEMPTS", 1)
+    monkeypatch.setattr(whole_file, "N_CONNECTIONS", 1)
+    monkeypatch.setattr("swarm.sources.web_file.N_RESUMES", 0)
+    paths = write_shards(tmp_path, made, 2)
+    files = {f"/{path.name}": path.read_bytes() for path in paths}
+    last = f"/{paths[1].name}"
+
+    class Server(FileServer):
+        etags = dict.fromkeys(files, '"one"')
+
+        async def answer(self, request: aiohttp.web.Request) -> aiohttp.web.StreamResponse:
+            self.etag = self.etags[request.path]
+            return await super().answer(request)
+
+    async with serving(Server(files)) as server, Web() as web:
+        stage = Stage(server, web, tmp_path)
+        n_first = 1 + -(-len(files[f"/{paths[0].name}"]) // 50_000)
+        server.cuts_after = [*[1 << 30] * n_first, 1, 50_000, 50_000, 10]  # in the midst of the second shard
+        with pytest.raises(NetworkError):
+            await stage.fetch(paths[0].name)
+        for version in ("two", "three"):  # the first that comes after a cut, the second after a whole one
+            files[last] = bytes(each ^ 1 for each in files[last])
+            Server.etags[last] = f'"{version}"'
+            first = await stage.fetch(paths[0].name)
+            assert first.with_name(paths[1].name).read_bytes() == files[last], version
 
 
 async def test_without_room_nothing_is_fetched(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

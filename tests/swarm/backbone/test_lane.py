@@ -673,3 +673,15 @@ async def test_sequences_are_released_when_neither_a_slot_nor_the_cache_has_them
         kept = 1 + len(backbone.cache)
         assert kept >= 2
         assert len(set(audits.released)) == len(audits.released)
+
+
+async def test_reproducible_answers_take_over_no_row_that_was_computed_alone(
+    engines: list[Engine], experts: LocalExperts
+) -> None:
+    async with opened(engines[:1], n_slots=1, is_reproducible=True) as backbone:
+        await answer(backbone, (5,), max_tokens=1)
+        experts.calls.clear()
+        await answer(backbone, (5, 6, 7, 8), max_tokens=1)
+        assert steps(experts) == [4]
+        await answer(backbone, (5, 6, 7, 9), max_tokens=1)
+        assert steps(experts) == [4, 2], "the rest is taken over; a row alone takes the one before it along"

@@ -8,6 +8,8 @@ import io
 import json
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -149,6 +151,40 @@ def test_a_reader_that_does_not_read_holds_nobody_up() -> None:
             assert json.loads(os.read(reading, 1 << 16).strip(b"\0"))["path"] == "direct"
     finally:
         os.close(reading)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere only sockets can be asked")
+def test_a_long_line_is_written_only_where_all_of_it_fits() -> None:
+    reading, writing = os.pipe()
+    state: dict[str, Any] = {"backbones": ["b" * 100] * 100, "n": 0}  # 10 KB: a pipe is ready with room for less
+
+    def look() -> Shown:
+        state["n"] += 1  # news at each look
+        return Shown(lines=["x"], state=state)
+
+    try:
+        with open(writing, "w", encoding="utf-8") as stream:
+            # The test's own end, should it be wrong: a writer that waits gets what it waits for.
+            rescue = threading.Timer(10.0, lambda: os.read(reading, 1 << 20))
+            rescue.start()
+            shown_for(LiveLines(look, as_json=True, stream=stream), 60.0)
+            rescue.cancel()
+            rescue.join()
+            assert state["n"] > 50
+            assert json.loads(os.read(reading, 1 << 20))["n"] == 1
+            assert can_write(stream, 60_000 if sys.platform == "linux" else 10_000)
+            assert not can_write(stream, 1 << 21)
+    finally:
+        os.close(reading)
+
+
+def test_a_reader_that_has_gone_ends_nothing() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    stream = open(writing, "w", encoding="utf-8")  # noqa: SIM115
+    shown_for(LiveLines(Source(path="direct"), as_json=True, stream=stream), 10.0)
+    with contextlib.suppress(BrokenPipeError):  # what it could not write
+        stream.close()
 
 
 def test_what_has_no_file_descriptor_can_be_written() -> None:

@@ -110,3 +110,40 @@ def test_ctrl_c_ends_a_question_that_holds_the_loop_up(monkeypatch: pytest.Monke
     with pytest.raises(KeyboardInterrupt):
         asyncio.run(main())
     assert signal.getsignal(signal.SIGINT) is before
+
+
+class Typed:
+    """A terminal at which the person does one thing."""
+
+    def __init__(self, does: str | type[BaseException]) -> None:
+        self._does = does
+
+    def isatty(self) -> bool:
+        return True
+
+    def readline(self, *_: int) -> str:
+        if isinstance(self._does, str):
+            return self._does
+        raise self._does
+
+    def fileno(self) -> int:
+        raise OSError
+
+
+@pytest.mark.parametrize(("typed", "expected"), [("y\n", True), ("n\n", False), ("\n", False), ("", False)])
+def test_a_question_that_holds_the_loop_up_takes_the_end_of_input_for_a_no(
+    monkeypatch: pytest.MonkeyPatch, typed: str, expected: bool
+) -> None:
+    monkeypatch.setattr("sys.stdin", Typed(typed))
+    assert confirm("trust it?") is expected
+
+
+def test_ctrl_c_at_a_question_in_a_task_group_is_no_failure_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", Typed(KeyboardInterrupt))
+
+    async def main() -> None:
+        async with asyncio.TaskGroup():
+            confirm("trust it?")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())

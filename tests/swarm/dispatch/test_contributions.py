@@ -120,11 +120,19 @@ def test_a_clock_that_jumps_never_makes_a_name_count_less_than_before(jump_s: fl
     assert sum(seen.values()) == 12, "and whoever fetched in time has lost nothing"
 
 
-def test_who_was_used_longest_ago_is_forgotten() -> None:
+def test_a_crowd_begins_a_new_period_and_no_name_counts_less_than_before() -> None:
     it = Accounts()
+
+    def crowd(letter: bytes, n: int) -> None:
+        for number in range(n):
+            it.counts.count(NodeId(number.to_bytes(31, "big") + letter), 2, 1, ids(0))
+
+    it.counts.count(A, 2, 3, ids(7, 7, 7))
+    crowd(b"x", MAX_PEERS)
     it.counts.count(A, 2, 1, ids(7))
-    it.counts.count(B, 2, 1, ids(1))
-    for number in range(MAX_PEERS - 1):
-        it.counts.count(A, 2, 1, ids(7))
-        it.counts.count(NodeId(number.to_bytes(31, "big") + b"x"), 2, 1, ids(0))
-    assert (A in it.counts, B in it.counts) == (True, False)
+    first, second = it.counts.receipts(A, US)
+    assert first.key != second.key
+    assert it.of(A).n_pairs == 4
+    crowd(b"y", 2 * MAX_PEERS)
+    assert A not in it.counts, "what is kept is bounded"
+    assert sum(map(len, it.counts.by_period().values())) <= KEPT_PERIODS * MAX_PEERS

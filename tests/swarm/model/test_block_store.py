@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from swarm.errors import ExpertUnavailable, IntegrityError, UserError
+from swarm.files import replacing
 from swarm.ids import ExpertSet
-from swarm.model.block_store import BlockStore
+from swarm.model.block_store import TORN_S, BlockStore
 from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import Manifest, build_manifest
 from swarm.model.source import GgufSource
@@ -126,3 +127,18 @@ def test_a_block_that_is_not_wanted_any_more_is_removed(model: tuple[GgufSource,
     store.remove(0, 1)
     store.remove(0, 1)
     assert set(store.experts) == {(0, 2)}
+
+
+def test_what_a_killed_process_left_is_removed_and_what_is_being_written_is_not(
+    model: tuple[GgufSource, Manifest], tmp_path: Path
+) -> None:
+    source, manifest = model
+    store = BlockStore(tmp_path, manifest)
+    store.add(0, 1, source.read_block(0, 1))
+    with replacing(store.folder / "blk.0.2") as being_written:
+        now = being_written.stat().st_mtime
+        store.remove_torn(now + 60.0)
+        assert being_written.exists()
+        store.remove_torn(now + TORN_S + 60.0)
+        assert [path.name for path in store.folder.iterdir()] == ["blk.0.1"]
+        being_written.write_bytes(b"x")

@@ -127,6 +127,7 @@ U32 = struct.pack("<II", 4, 5)
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
         (header_of(n_kv=1 << 60), "cut short"),
         (header_of(n_tensors=1 << 60), "too many tensors"),
+        (header_of(n_kv=70_000) + bytes(70_000 * 13), "too many metadata keys"),
         (header_of(ARRAY_OF_U32, 1) + bytes(99), "cut short"),
         (header_of(ARRAY_OF_STRINGS, 1) + bytes(99), "cut short"),
         (header_of(NESTED, 1) + bytes(99), "unknown type of array"),

@@ -13,8 +13,10 @@ from swarm.errors import ConnectionLost
 from swarm.identity import Identity
 from swarm.net import tls_link
 from swarm.net.tls_link import COPY_BURST, LEAST_LATE_S, MOST_LATE, MOST_LATE_S, N_STRIKES, STALLED_S, TlsLink
+from swarm.net.tls_records import encode_exchange
 from swarm.wire import messages as m
 from swarm.wire import session as s
+from swarm.wire.frames import encode
 from swarm.wire.rows import RowCodec
 from tests import virtual_time
 from tests.virtual_time import now
@@ -273,6 +275,25 @@ def test_what_is_overdue_is_asked_elsewhere_whatever_else_was() -> None:
         number, taken_s = await world.ask()
         assert number == 2.0
         assert taken_s == pytest.approx(max(MOST_LATE * SERVICE_S, SERVICE_S + MOST_LATE_S) + SERVICE_S, abs=0.005)
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_request_that_does_not_arrive_in_time_is_given_up() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        await asyncio.sleep(2 * s.GREETING_DEADLINE_S)  # that timer is over
+        session = world.server._session
+        assert session is not None
+        exchange = session._next_of_theirs
+        head = encode(dispatch())[:20]
+        world.server.data_received(b"".join(encode_exchange(exchange, head, is_end=False)))
+        assert session._arriving
+        await asyncio.sleep(s.ARRIVAL_DEADLINE_S + 1.0)
+        assert not session._arriving, "what has arrived of it is held no more"
         world.link.close()
         world.server.close()
 

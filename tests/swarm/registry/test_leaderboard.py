@@ -207,3 +207,17 @@ def test_who_is_barred_is_not_listed_and_without_trust_there_is_no_leaderboard()
     assert shown is not None
     assert shown["rows"] == []
     assert Leaderboard(Ledger([]))({A: "Ann"}, now=0.0, today=TODAY) is None
+
+
+def test_names_of_those_who_did_nothing_push_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Announcing is free: a crowd of names must not take the board from those who computed, here or away."""
+    monkeypatch.setattr(leaderboard, "MAX_PEERS", 5)
+    ledger = Ledger([OURS.node_id])
+    for peer in (A, B):
+        ledger.present(peer, texts(receipt(6, peer)), TODAY)
+    board = Leaderboard(ledger)
+    crowd = {NodeId(bytes([100 + number]) * 32): "crowd" for number in range(20)}
+    board({B: "Ben"}, now=0.0, today=TODAY)
+    shown = board({A: "Ann", **crowd}, now=BOARD_S, today=TODAY)
+    assert shown is not None
+    assert [row["name"] for row in shown["rows"]] == ["Ann", "Ben"]
