@@ -31,7 +31,7 @@ def soak(
         typer.Option(
             "--warm-up", metavar="TIME", help="Of each process's life, in which its memory may grow: caches fill."
         ),
-    ] = "5min",
+    ] = "10min",
     model: Annotated[
         Path | None,
         typer.Option("--model", metavar="FILE", help="GGUF file.", show_default="the embedded tiny model"),
