@@ -50,7 +50,8 @@ async def ask(client: aiohttp.ClientSession, url: str, rng: random.Random) -> bo
 
 async def measured(folder: Path, model: Path, cap_bytes_s: int, seconds: float) -> Measured:
     async with LocalSwarm(folder) as swarm, EmulatedPaths() as hub, aiohttp.ClientSession() as client:
-        backbone = await swarm.start_backbone(model, "--prefix-cache", "0B")
+        # One lane: two that compete for a capped peer which alone has its experts can keep each other away until one gives up.
+        backbone = await swarm.start_backbone(model, "--prefix-cache", "0B", "--lanes", "1")
         url = backbone.ready["url"]
         port = free_port()
         front = await hub.front(spec=PathSpec(), to=("127.0.0.1", port))
