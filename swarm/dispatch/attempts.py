@@ -32,8 +32,8 @@ from swarm.ids import NodeId
 # Hedges are at most this share of all orders, and so many at once: a swarm that is slow as a whole must not get twice the
 # work. What is overdue does not count. Share as in DESIGN (p95), burst guessed.
 HEDGE_SHARE, HEDGE_BURST = 0.05, 8.0
-# How long a layer goes on asking peers that are only busy. Two lanes that shared one peer with `--max-upload 500KB`, and nobody else
-# for its experts, kept each other away for 10 s in one prompt of eleven.
+# How long a layer goes on asking peers that are only busy. Two lanes that shared one peer with `--max-upload 500KB`, and nobody
+# else for its experts, kept each other away for 10 s in one prompt of eleven.
 BUSY_PATIENCE_S = 30.0
 # After so long a layer asks nobody else any more: each may take a whole deadline, one after another. The longest deadline.
 RESEND_S = BATCH_TIMEOUT_S
