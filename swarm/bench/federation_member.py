@@ -17,10 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
+from swarm import event_loop
 from swarm.backbone.assembly import BackboneConfig, open_backbone
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.prepared import prepare_model
+from swarm.bench.standard_input import standard_input
 from swarm.errors import SwarmError
 from swarm.files import Folders
 from swarm.identity import Identity
@@ -153,8 +155,7 @@ class _Stream:
 
 
 async def _serve(options: MemberOptions) -> None:
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    reader = await standard_input()
     async with _engines(options) as engines:
         streams = [_Stream(engine, options.n_prompt_tokens, SEED + index) for index, engine in enumerate(engines)]
         await asyncio.gather(*(stream.prepare(options.phase) for stream in streams))
@@ -173,12 +174,7 @@ async def _serve(options: MemberOptions) -> None:
 def main() -> None:
     """Run a member; its options are the first argument."""
     options = MemberOptions(**json.loads(sys.argv[1]))
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(_serve(options))
-    else:
-        uvloop.run(_serve(options))
+    event_loop.run(_serve(options))
 
 
 if __name__ == "__main__":

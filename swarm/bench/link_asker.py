@@ -8,7 +8,6 @@ each dispatch by kind of asker, and how many of them the policy's asker sent ove
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import random
@@ -17,6 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
+from swarm import event_loop
 from swarm.bench.transport import bench_dispatch
 from swarm.errors import NetworkError, SwarmError
 from swarm.identity import Identity
@@ -142,9 +142,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(main())
-    else:
-        uvloop.run(main())
+    event_loop.run(main())

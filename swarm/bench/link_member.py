@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 
+from swarm import event_loop
+from swarm.bench.standard_input import standard_input
 from swarm.bench.star_member import answer
 from swarm.identity import Identity
 from swarm.net.connection import Connection
@@ -48,15 +49,8 @@ async def serve(host: str) -> None:
     ):
         member.endpoint = endpoint
         print(json.dumps({"node_id": str(identity.node_id), "port": endpoint.port}), flush=True)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        await reader.read()
+        await (await standard_input()).read()
 
 
 if __name__ == "__main__":
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(serve(sys.argv[1]))
-    else:
-        uvloop.run(serve(sys.argv[1]))
+    event_loop.run(serve(sys.argv[1]))

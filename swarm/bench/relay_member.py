@@ -11,6 +11,8 @@ import contextlib
 import json
 import sys
 
+from swarm import event_loop
+from swarm.bench.standard_input import standard_input
 from swarm.bench.star_member import answer
 from swarm.identity import Identity
 from swarm.net.endpoint import Endpoint
@@ -34,9 +36,7 @@ async def serve(relay: str) -> None:
         await changed.wait()
         told = {"node_id": str(identity.node_id), "endpoint": endpoint.port, "voucher": client.vouchers()[0].hex()}
         print(json.dumps(told), flush=True)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        await reader.read()
+        await (await standard_input()).read()
         keeping.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await keeping
@@ -48,9 +48,4 @@ def _ignore(_: object) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(serve(sys.argv[1]))
-    else:
-        uvloop.run(serve(sys.argv[1]))
+    event_loop.run(serve(sys.argv[1]))

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
-import sys
 
 import numpy as np
 
+from swarm import event_loop
 from swarm.bench.bare_links import QuicSocket, TlsStreams, UdpSocket
 from swarm.bench.busy import Busy
+from swarm.bench.standard_input import standard_input
 from swarm.identity import Identity
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
@@ -49,15 +50,8 @@ async def serve() -> None:
         tls = await TlsStreams(_busy).serve()
         ports = {"endpoint": endpoint.port, "quic": quic.address[1], "udp": udp.address[1], "tls": tls}
         print(json.dumps({"node_id": str(identity.node_id), **ports}), flush=True)
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-        await reader.read()
+        await (await standard_input()).read()
 
 
 if __name__ == "__main__":
-    try:
-        import uvloop
-    except ImportError:
-        asyncio.run(serve())
-    else:
-        uvloop.run(serve())
+    event_loop.run(serve())

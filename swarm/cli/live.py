@@ -12,6 +12,7 @@ Knows nothing of what is shown.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -133,11 +134,9 @@ class LiveLines:
 
     async def _pause(self) -> None:
         await asyncio.sleep(REDRAW_S)
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LOOK_S - REDRAW_S):
                 await self._soon.wait()
-        except TimeoutError:
-            pass
         self._soon.clear()
 
 

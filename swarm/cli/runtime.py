@@ -29,6 +29,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from swarm import event_loop
+
 T = TypeVar("T")
 
 out = Console(soft_wrap=True)  # results
@@ -102,11 +104,7 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await main
 
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.run(with_signals())
-    return uvloop.run(with_signals())
+    return event_loop.run(with_signals())
 
 
 def run_daemon(
