@@ -24,7 +24,7 @@ from swarm.memory import free_memory_bytes
 from swarm.model.spec import ModelSpec
 from swarm.registry.publishers import Publishers
 from swarm.registry.records import ExpertAnnouncement, ModelOffer, RoutingHistogram
-from swarm.registry.scarcity import choose_slice, foresee, is_move_worthwhile, scarcity
+from swarm.registry.scarcity import Pool, choose_slice, foresee, is_move_worthwhile, scarcity
 
 logger = logging.getLogger(__name__)
 
@@ -155,13 +155,16 @@ class Chooser:
         return [record for record in listed if record.node != self._node]
 
     def _foreseen(self, others: Sequence[ExpertAnnouncement]) -> list[ExpertAnnouncement]:
+        pool = Pool(self._spec.moe_layers, self._spec.n_expert, self._histograms)
+
         def choose(so_far: Sequence[ExpertAnnouncement], rival: ExpertAnnouncement) -> ExpertSet:
+            pool.extend(so_far[pool.n_peers :])
             if set(rival.experts.by_layer) != set(self._spec.moe_layers):
                 return (
                     rival.experts
                 )  # it keeps to some layers, or takes less than one expert: nobody knows which others it may
             chosen = choose_slice(
-                self._scarcity(so_far),
+                pool.scarcity(),
                 self._spec.moe_layers,
                 self._block_bytes,
                 self.size_bytes(rival.experts),

@@ -39,7 +39,7 @@ from swarm.registry.records import ExpertAnnouncement, ModelOffer
 from swarm.wire import messages as m
 
 if TYPE_CHECKING:
-    from peer.web_sources import WebSources  # an HTTP client, 13 MB that few peers need
+    from peer.web_sources import WebSource, WebSources  # an HTTP client, 13 MB that few peers need
 
 logger = logging.getLogger(__name__)
 
@@ -232,21 +232,54 @@ class SliceFetcher:
         while left := self._left(group):
             source = None if web is None else web.best()
             if web is not None and source is not None:
-                await web.fetch(source, group.layer, left, list(self._missing), self.keep)
+                await self._from_web(web, source, group, left)
                 continue
             may_wait = web is not None and web.is_alive
-            for expert in left:
-                await self._pace()
-                try:
-                    await self._fetch_block(group.layer, expert, n_attempts=1 if may_wait else N_ATTEMPTS)
-                except FAILURES:
-                    if not may_wait:
-                        raise
-                    break
-            else:
+            if await self._from_nodes(group.layer, left, may_fail=may_wait):
                 return
             assert web is not None
             await web.until_rested()
+
+    async def _from_web(self, web: WebSources, source: WebSource, group: Group, left: Sequence[int]) -> None:
+        """Have a source bring what is left of a group; what it has not brought in time, others as well: the first is enough."""
+        n_bytes = len(left) * self._store.manifest.spec.block_size_bytes(group.layer)
+        began = time.monotonic()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                first = tasks.create_task(web.fetch(source, group.layer, left, list(self._missing), self.keep))
+                while not first.done():
+                    await asyncio.wait([first], timeout=web.patience_s(source, n_bytes))
+                    if first.done() or not source.has_ranges:  # without ranges it brings everything, one after another
+                        return
+                    other = web.best(but=source)
+                    logger.info(
+                        "%s is slow: asking %s", source.location.name, other.location.name if other else "nodes"
+                    )
+                    second: asyncio.Task[None] | asyncio.Task[bool]
+                    if other is not None:
+                        second = tasks.create_task(web.fetch(other, group.layer, left, list(self._missing), self.keep))
+                    else:
+                        second = tasks.create_task(self._from_nodes(group.layer, left, may_fail=True))
+                    await asyncio.wait([first, second], return_when=asyncio.FIRST_COMPLETED)
+                    if not self._left(group):
+                        if not first.done():
+                            web.outrun(source, n_bytes, time.monotonic() - began)
+                        first.cancel()
+                        second.cancel()
+        except* SwarmError as failures:
+            raise failures.exceptions[0] from None
+
+    async def _from_nodes(self, layer: int, experts: Sequence[int], *, may_fail: bool) -> bool:
+        """Bring blocks from nodes; return whether all are there now, if it `may_fail`; else raise one of FAILURES."""
+        for expert in experts:
+            await self._pace()
+            try:
+                await self._fetch_block(layer, expert, n_attempts=1 if may_fail else N_ATTEMPTS)
+            except FAILURES:
+                if not may_fail:
+                    raise
+                return False
+        return True
 
     def _left(self, group: Group) -> list[int]:
         """Return a group's experts that are still missing; what another process with this cache has brought is there, too."""

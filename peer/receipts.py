@@ -11,12 +11,13 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from swarm.errors import RemoteProtocolError, SwarmError
-from swarm.files import write_atomically
 from swarm.ids import NodeId
+from swarm.latest_file import LatestFile
 from swarm.net.connection import Connection
 from swarm.registry.gatherer import MAX_STATUS_BYTES, receipts_of
 from swarm.registry.leaderboard import MAX_PRESENTED
@@ -46,6 +47,7 @@ LEAST_ASK_S = 5.0  # and never sooner after the last question, or the first disp
 TIMEOUT_S = 3.0
 MAX_ASKED = 16  # at one look, those not asked for longest first: each may answer with a megabyte
 LEAVE_TIMEOUT_S = 1.0  # for the last ones, when this peer leaves
+SAVE_TIMEOUT_S = 3.0  # and then for the disk; guessed: a disk under load syncs a small file in a fraction of that
 
 
 class ReceiptBook:
@@ -53,11 +55,12 @@ class ReceiptBook:
 
     def __init__(self, path: Path | None, peer: NodeId) -> None:
         """`path` None keeps nothing over a restart."""
-        self._path = path
+        self._file = None if path is None else LatestFile(path, on_failure=self._not_saved)
         self._peer = peer
         self._kept: dict[Key, Receipt] = {}
         self._order: list[str] | None = None  # in which they are presented; None: something has changed
         self._is_saved = True
+        self._writing: Future[None] | None = None
         for receipt in read_receipts(path) if path is not None else ():
             if receipt.peer == peer:
                 self._keep(receipt)
@@ -110,17 +113,19 @@ class ReceiptBook:
         """Return what the receipts of one day, or all, add up to."""
         return total(receipt for receipt in self._kept.values() if day is None or receipt.day == day)
 
-    def save(self) -> None:
-        """Write the file, if something has changed; a full disk is logged, no more."""
-        if self._is_saved or self._path is None:
-            return
-        text = "".join(f"{receipt.text}\n" for receipt in self._kept.values())
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, text.encode())
+    def save(self) -> Future[None] | None:
+        """Have the file written, if something has changed; return the latest writing. A full disk is logged, no more."""
+        if self._file is not None and not self._is_saved:
             self._is_saved = True
-        except OSError as error:
-            logger.warning("cannot keep receipts in %s: %s", self._path, error.strerror)
+            text = "".join(f"{receipt.text}\n" for receipt in self._kept.values())
+            self._writing = self._file.write(text.encode())
+        return self._writing
+
+    def _not_saved(self, error: Exception) -> None:
+        """The file could not be written: it is tried again at the next look. From the thread that writes."""
+        self._is_saved = False
+        path = None if self._file is None else self._file.path
+        logger.warning("cannot keep receipts in %s: %s", path, getattr(error, "strerror", None) or error)
 
     def _keep(self, receipt: Receipt) -> None:
         self._is_saved, self._order = False, None
@@ -220,7 +225,11 @@ class Collector:
             self._backbones[node].asked_at = now
         timeout_s = LEAVE_TIMEOUT_S if is_last else TIMEOUT_S
         await asyncio.gather(*(self._ask(node, connection, timeout_s) for node, connection in asked.items()))
-        self.book.save()
+        writing = self.book.save()
+        if is_last and writing is not None:
+            saved = asyncio.wrap_future(writing)
+            saved.add_done_callback(lambda each: each.cancelled() or each.exception())  # logged already
+            await asyncio.wait([saved], timeout=SAVE_TIMEOUT_S)
 
     async def _ask(self, node: NodeId, connection: Connection, timeout_s: float) -> None:
         try:

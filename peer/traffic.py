@@ -20,11 +20,22 @@ MAX_RETRY_S = 2.0  # what a backbone is told at most: by then it has asked someb
 
 
 class Counters(Protocol):
-    """What an endpoint counts, bytes of UDP payload."""
+    """What an endpoint counts, bytes of payload of UDP and of its TLS links."""
 
-    bytes_sent: int
-    repair_bytes: int
-    bytes_received: int
+    @property
+    def bytes_sent(self) -> int:
+        """Without repair."""
+        ...
+
+    @property
+    def repair_bytes(self) -> int:
+        """Of datagrams that were sent a second time."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """All of them."""
+        ...
 
 
 class Traffic:

@@ -35,6 +35,10 @@ MAX_FAILURES = 6  # in a row, each after its rest: a minute in all; guessed
 MAX_STRIKES = 2  # wrong bytes, or broken rules: once may be somebody on the way
 FIRST_REST_S, MAX_REST_S = 1.0, 30.0  # doubling; a server's Retry-After may be longer
 RATE_SHARE = 0.3  # of a new figure in the mean; guessed
+# What a source was asked for is asked of another as well after so many times what the fastest other would take, but not before
+# SLOW_S. A server may trickle at MIN_RATE_BYTES_S (`sources.web`) and so hold 16 MB for half an hour. Guessed.
+SLOWER, SLOW_S = 4.0, 20.0
+USUAL_BYTES_S = 200_000  # what others give, where none was measured: 84 s for 16 MB; guessed
 
 Keep = Callable[[Pair], None]
 """Told of each block once it is checked and kept."""
@@ -101,6 +105,11 @@ class WebSource:
             rate if self.rate_bytes_s is None else self.rate_bytes_s + RATE_SHARE * (rate - self.rate_bytes_s)
         )
 
+    def outrun(self, most_bytes_s: float, now: float) -> None:
+        """Others have brought what this source was asked for before it did: rest. It gave no more than `most_bytes_s`."""
+        self.rate_bytes_s = most_bytes_s if self.rate_bytes_s is None else min(self.rate_bytes_s, most_bytes_s)
+        self.failed(NetworkError(f"{self.location.name} is far slower than others"), now)
+
     async def _open(self, manifest: Manifest) -> WebModel:
         model = await WebModel.open(self._web, self.location, self._cache_dir)
         if not model.is_part_of(manifest):
@@ -164,10 +173,10 @@ class WebSources:
         """What one of them said last."""
         return next((each.error for each in reversed(self._sources) if each.error is not None), None)
 
-    def best(self) -> WebSource | None:
-        """Return who is to be asked now: the fastest, those not measured yet before; None: nobody."""
+    def best(self, *, but: WebSource | None = None) -> WebSource | None:
+        """Return who is to be asked now: the fastest, those not measured yet before; None: nobody, or nobody `but` one."""
         now = self._now()
-        free = [each for each in self._sources if not each.is_dead and each.rests_until <= now]
+        free = [each for each in self._sources if not each.is_dead and each.rests_until <= now and each is not but]
         return min(
             free,
             key=lambda each: (not each.has_ranges, -(each.rate_bytes_s or float("inf"))),
@@ -182,6 +191,16 @@ class WebSources:
             await source.fetch(layer, experts, missing, keep)
         except WEB_FAILURES as error:
             source.failed(error, self._now())
+
+    def patience_s(self, source: WebSource, n_bytes: int) -> float:
+        """Return after how long without so many bytes of a source they are to be asked of another as well."""
+        others = [each.rate_bytes_s or 0.0 for each in self._sources if each is not source and not each.is_dead]
+        fastest = max(others, default=0.0)
+        return max(SLOW_S, SLOWER * n_bytes / fastest if fastest else n_bytes / USUAL_BYTES_S)
+
+    def outrun(self, source: WebSource, n_bytes: int, seconds: float) -> None:
+        """Others have brought what a source did not bring in so many seconds."""
+        source.outrun(n_bytes / max(1e-6, seconds), self._now())
 
     async def until_rested(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         """Wait until one of them may be asked again."""

@@ -6,7 +6,7 @@ Whoever shows it: `swarm.cli.join_status`. What it says to other nodes is `PeerD
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -62,7 +62,8 @@ class PeerReport:
         reach: how others reach it: a value of `swarm.net.reachability.Reach`; why_reach: what is between
             us and others: the name of a `swarm.wire.messages.Mapping`, small letters.
         n_rows, n_pairs: computed since the start; n_in_line: dispatches that wait or are computed now.
-        bytes_sent, bytes_received: UDP payload since the start.
+        bytes_sent, bytes_received: payload of UDP and of TLS links since the start, copies of lost packets included.
+        bytes_by_path: the same, (sent, received), by what carried them: `swarm.net.byte_counts.PathKind`.
         scarcity: None while it is not known.
         points: the contribution of today as backbones have signed it; None: nothing is counted.
     """
@@ -78,6 +79,7 @@ class PeerReport:
     n_in_line: int
     bytes_sent: int
     bytes_received: int
+    bytes_by_path: Mapping[str, tuple[int, int]]
     scarcity: Scarcity | None
     points: float | None
 

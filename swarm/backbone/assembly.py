@@ -200,7 +200,7 @@ async def open_backbone(
             )
         stack.push_async_callback(dispatcher.close)
         if config.tls_links:
-            dispatcher.links = FastLinks(identity)
+            dispatcher.links = FastLinks(identity, counts=endpoint.counts)
             stack.push_async_callback(dispatcher.links.close)
         if is_worthwhile():
             dispatcher.readiness = Readiness(endpoint, also=dispatcher.rehearse)

@@ -1,9 +1,9 @@
-"""The thread that owns llama.cpp, and the one bridge between it and the event loop.
+"""The thread that owns llama.cpp.
 
     event loop                                   engine thread
       call(step) --- queue ------------------->    step(context): llama_decode
-      dispatch()  <-- call_soon_threadsafe ----    MoeHook begins a layer
-                  --- lock -------------------->    MoeHook waits at ffn_moe_out, or later
+      dispatch()  <----------- bridge ---------    MoeHook begins a layer
+                  ------------ bridge -------->    MoeHook waits at ffn_moe_out, or later
       result      <-- call_soon_threadsafe ----    step returns
 
 Nothing else crosses. The thread takes one step at a time; a step is a function of the context.
@@ -17,17 +17,17 @@ import contextlib
 import logging
 import queue
 import threading
-import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from swarm.backbone.moe_hook import ExpertBackend, LayerResult, MoeHook, OverlapStats
-from swarm.dispatch.origin import Origin, OriginPart, StepOrigins, next_sequence
+from swarm.backbone.bridge import Bridge, EngineStep, HandOver, LayerDispatcher, Mask
+from swarm.backbone.moe_hook import ExpertBackend, MoeHook, OverlapStats
+from swarm.dispatch.origin import OriginPart, StepOrigins, next_sequence
 from swarm.errors import ConnectionLost, EngineError, ExpertUnavailable, SwarmError
 from swarm.model.expert_kinds import Stub
 from swarm.model.spec import ModelSpec
@@ -39,22 +39,6 @@ from swarm.speculation.costs import StepTrips
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Mask = npt.NDArray[np.bool_]
-
-
-class LayerDispatcher(Protocol):
-    """What computes a layer on the event loop: `swarm.dispatch.dispatcher.Dispatcher`."""
-
-    def dispatch(
-        self,
-        layer: int,
-        x: npt.NDArray[np.float32],
-        topk_ids: npt.NDArray[np.int32],
-        topk_weights: npt.NDArray[np.float32],
-        origin: Origin | None = None,
-    ) -> Coroutine[Any, Any, npt.NDArray[np.float32]]:
-        """Return the routed experts' output, [T, D] float32; `origin`: of the rows, where it is known."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,212 +77,6 @@ class StepPart(BatchPart):
     origin: int
 
 
-class _Step:
-    """One call's work, and where its outcome goes."""
-
-    def __init__(self, run: Callable[[], Any], done: asyncio.Future[Any]) -> None:
-        self.run = run
-        self.done = done
-        self.is_given_up = False  # owned by the bridge, under its lock
-
-
-class _Flight:
-    """A layer on its way; what the hook waits for.
-
-    A plain lock and one callback: 19 us there and back (uvloop, measured), 26 with `run_coroutine_threadsafe`.
-    """
-
-    def __init__(self, forget: Callable[[_Flight], None], live: npt.NDArray[np.bool_] | None = None) -> None:
-        """`live`: which rows of the layer were dispatched; None: all."""
-        self.began_at = time.perf_counter()
-        self.done_at: float | None = None
-        self.is_trip = True
-        self._forget = forget
-        self._live = live
-        self._is_under_way = threading.Lock()
-        self._is_under_way.acquire()
-        self._task: asyncio.Task[npt.NDArray[np.float32]] | None = None
-        self._is_cancelled = False
-
-    def result(self) -> npt.NDArray[np.float32]:
-        """Wait on the engine's thread; raises what the dispatch did, or CancelledError."""
-        with self._is_under_way:
-            assert self._task is not None
-            if self._task.cancelled():
-                raise concurrent.futures.CancelledError
-            rows = self._task.result()
-        if self._live is None:
-            return rows
-        padded = np.zeros((len(self._live), *rows.shape[1:]), rows.dtype)
-        padded[self._live] = rows
-        return padded
-
-    def start(self, layer: Coroutine[Any, Any, npt.NDArray[np.float32]]) -> None:
-        """Begin; on the loop."""
-        self._task = asyncio.get_running_loop().create_task(layer)
-        self._task.add_done_callback(self._settle)
-        if self._is_cancelled:
-            self._task.cancel()
-
-    def cancel(self) -> None:
-        """Give up, also before the start; on the loop."""
-        self._is_cancelled = True
-        if self._task is not None:
-            self._task.cancel()
-
-    def _settle(self, task: asyncio.Task[npt.NDArray[np.float32]]) -> None:
-        self.done_at = time.perf_counter()
-        self._forget(self)
-        if not task.cancelled():
-            task.exception()  # seen: a step that has failed before waits for its layers no more
-        self._is_under_way.release()
-
-
-class _Zeros:
-    """The answer for rows that nobody needs any more."""
-
-    def __init__(self, x: npt.NDArray[np.float32]) -> None:
-        self._rows = np.zeros_like(x)
-
-    def result(self) -> npt.NDArray[np.float32]:
-        """Return zeros, [T, D]."""
-        return self._rows
-
-
-class _Bridge(ExpertBackend):
-    """Takes a layer from the engine's thread to the dispatcher on the loop, for the one step that is under way."""
-
-    def __init__(
-        self, dispatcher: LayerDispatcher, loop: asyncio.AbstractEventLoop, kept: Callable[[int], Mask | None] | None
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._loop = loop
-        self._kept = kept
-        self._n_skipped = self._n_trips = 0  # of the latest step; on the engine's thread
-        self._trip_s = 0.0  # likewise; owned by the lock
-        self._lock = threading.Lock()
-        self._in_flight: set[_Flight] = set()
-        self._step: _Step | None = None
-        self._abort_reason: SwarmError | None = None  # of this step
-        self._end_reason: SwarmError | None = None  # of this step and all that follow
-        self.origins: StepOrigins | None = None  # of the step under way; on the engine's thread
-        self._latest: tuple[int, npt.NDArray[np.int32], Origin] | None = None  # layer, choice and origin; likewise
-        self._dropped: set[int] = set()  # sequences of this step whose rows are dispatched no more
-
-    def begin(
-        self,
-        layer: int,
-        x: npt.NDArray[np.float32],
-        topk_ids: npt.NDArray[np.int32],
-        topk_weights: npt.NDArray[np.float32],
-    ) -> LayerResult:
-        """Start a dispatch; on the engine's thread. The dispatcher bounds its time, so waiting for it is bounded too."""
-        with self._lock:
-            if self._end_reason or self._abort_reason:
-                raise self.reason
-            origin = self.origins.of(layer, len(topk_ids)) if self.origins is not None else None
-            live: npt.NDArray[np.bool_] | None = None
-            if origin is not None:
-                if self._dropped:
-                    live = ~np.isin(origin.sequences, list(self._dropped))
-                    if not live.any():
-                        return _Zeros(x)
-                    x, topk_ids, topk_weights, origin = (
-                        x[live],
-                        topk_ids[live],
-                        topk_weights[live],
-                        origin.of(live.nonzero()[0]),
-                    )
-                self._latest = layer, topk_ids, origin
-            flight = _Flight(self._forget, live)
-            kept = self._kept(layer) if self._kept is not None else None
-            flight.is_trip = kept is None or not kept[topk_ids].all()
-            self._n_trips += flight.is_trip
-            self._n_skipped += not flight.is_trip
-            self._loop.call_soon_threadsafe(self._start, flight, layer, x, topk_ids, topk_weights, origin)
-            self._in_flight.add(flight)
-        return flight
-
-    def _start(
-        self,
-        flight: _Flight,
-        layer: int,
-        x: npt.NDArray[np.float32],
-        topk_ids: npt.NDArray[np.int32],
-        topk_weights: npt.NDArray[np.float32],
-        origin: Origin | None,
-    ) -> None:
-        flight.start(self._dispatcher.dispatch(layer, x, topk_ids, topk_weights, origin))
-
-    @property
-    def reason(self) -> SwarmError:
-        """Why the layers of the step under way are given up."""
-        return self._end_reason or self._abort_reason or ConnectionLost("a layer was cancelled")
-
-    def enter(self, step: _Step) -> bool:
-        """Take layers of this step from here on; False when its caller has given it up. Raises after `end`."""
-        with self._lock:
-            if self._end_reason is not None:
-                raise self._end_reason
-            if not step.is_given_up:
-                self._step, self._abort_reason = step, None
-                self._dropped.clear()
-            return not step.is_given_up
-
-    def drop(self, sequence: int) -> None:
-        """Dispatch no more rows of this sequence in the step under way: its text is of no use any more."""
-        with self._lock:
-            self._dropped.add(sequence)
-
-    def begin_step(self) -> None:
-        """Forget what a former step chose, lest anybody be blamed for it, and counted; on the engine's thread."""
-        self._latest = None
-        self._n_skipped = self._n_trips = 0
-        with self._lock:
-            self._trip_s = 0.0
-
-    @property
-    def trips(self) -> StepTrips:
-        """What the latest step asked of the network."""
-        return StepTrips(n_trips=self._n_trips, n_skipped=self._n_skipped, trip_s=self._trip_s)
-
-    def chose(self, layer: int, experts: Sequence[int]) -> set[int]:
-        """Return which sequences of the layer dispatched last chose one of these experts there."""
-        if self._latest is None or self._latest[0] != layer:
-            return set()
-        _, topk_ids, origin = self._latest
-        return set(origin.sequences[np.isin(topk_ids, experts).any(axis=1)].tolist())
-
-    def give_up(self, step: _Step, reason: SwarmError) -> bool:
-        """End the step's layer under way and refuse its further ones; False when it has not begun and never will.
-
-        Other callers' steps go on, before it and after it in line.
-        """
-        with self._lock:
-            if self._step is not step:
-                step.is_given_up = True
-                return False
-            self._abort_reason = reason
-            in_flight = list(self._in_flight)
-        for flight in in_flight:
-            self._loop.call_soon_threadsafe(flight.cancel)
-        return True
-
-    def end(self, reason: SwarmError) -> None:
-        """End the layer under way and refuse every step and layer from here on."""
-        with self._lock:
-            self._end_reason = reason
-            in_flight = list(self._in_flight)
-        for flight in in_flight:
-            self._loop.call_soon_threadsafe(flight.cancel)
-
-    def _forget(self, flight: _Flight) -> None:
-        with self._lock:
-            self._in_flight.discard(flight)
-            if flight.is_trip and flight.done_at is not None:
-                self._trip_s += flight.done_at - flight.began_at
-
-
 class Engine:
     """A llama.cpp context on a thread of its own: one lane. Several may share one model's weights."""
 
@@ -325,10 +103,10 @@ class Engine:
         self._spec = spec
         self._config = config
         self._dispatcher = dispatcher
-        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[EngineStep | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._bridge: _Bridge | None = None
+        self._bridge: Bridge | None = None
         self._model: LlamaModel | None = None
         self._context: LlamaContext | None = None
         self._hook: MoeHook | None = None
@@ -354,6 +132,12 @@ class Engine:
             raise EngineError("the engine is not running")
         return self._hook.overlap
 
+    def watch_hand_overs(self, watcher: Callable[[HandOver], None] | None) -> None:
+        """Tell `watcher` of each layer that is waited for, on the engine's thread; for benchmarks."""
+        if self._bridge is None:
+            raise EngineError("the engine is not running")
+        self._bridge.on_hand_over = watcher
+
     @property
     def trips(self) -> StepTrips:
         """What the latest step asked of the network; on the engine's thread."""
@@ -368,7 +152,7 @@ class Engine:
         if self._config.exact_kernels:
             use_exact_kernels()
         self._loop = asyncio.get_running_loop()
-        self._bridge = _Bridge(self._dispatcher, self._loop, self._kept)
+        self._bridge = Bridge(self._dispatcher, self._loop, self._kept)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         try:
@@ -386,7 +170,7 @@ class Engine:
         if self._thread is None or self._loop is None or self._bridge is None:
             raise EngineError("the engine is not running")
         done: asyncio.Future[T] = self._loop.create_future()
-        entry = _Step(step, done)
+        entry = EngineStep(step, done)
         self._steps.put(entry)
         try:
             return await asyncio.shield(done)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from swarm.backbone.local_experts import LocalExperts
 from swarm.dispatch.local_choice import choose_local, is_change_worthwhile
 from swarm.dispatch.popularity import Popularity
 from swarm.errors import SwarmError, UserError
-from swarm.files import write_atomically
 from swarm.ids import ExpertSet
 from swarm.interruptible import Check, run_interruptibly
+from swarm.latest_file import LatestFile
 from swarm.memory import free_memory_bytes
 from swarm.model.manifest import Manifest, verify_block
 from swarm.model.source import BlockSource
@@ -97,7 +98,7 @@ class LocalKeeper:
         self._manifest = manifest
         self._source = source
         self._budget_bytes = budget_bytes
-        self._path = state / f"popularity-{manifest.model_id}.json"
+        self._file = LatestFile(state / f"popularity-{manifest.model_id}.json", on_failure=_tell_failure)
         self._now = now
         self._fetch = fetch
         self.is_held = False
@@ -159,13 +160,9 @@ class LocalKeeper:
         )
         return True
 
-    def save(self) -> None:
-        """Keep the popularity for the next start; what cannot be written is only told."""
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self._path, self._popularity.to_bytes())
-        except OSError as error:
-            logger.info("cannot keep the popularity of experts: %s", error)
+    def save(self) -> Future[None]:
+        """Have the popularity kept for the next start; return what is done then. What cannot be written is only told."""
+        return self._file.write(self._popularity.to_bytes())
 
     def _read(self, layer: int, expert: int) -> bytes:
         block = self._source.read_block(layer, expert)
@@ -174,10 +171,14 @@ class LocalKeeper:
 
     def _restore(self) -> None:
         try:
-            if self._path.stat().st_size > MAX_STATE_BYTES:
+            if self._file.path.stat().st_size > MAX_STATE_BYTES:
                 return
-            data = self._path.read_bytes()
+            data = self._file.path.read_bytes()
         except OSError:
             return
         if not self._popularity.restore(data):
-            logger.info("the kept popularity of experts is of no use: %s", self._path.name)
+            logger.info("the kept popularity of experts is of no use: %s", self._file.path.name)
+
+
+def _tell_failure(error: Exception) -> None:
+    logger.info("cannot keep the popularity of experts: %s", error)

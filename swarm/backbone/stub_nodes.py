@@ -7,15 +7,24 @@ D=2048, K=8, E=128: 49 us a layer for one token, 10 ms for 512.)
 A node is *dead* if one of its sources is, and the stub's products are. A dead node's operation becomes NONE, which ggml passes
 over. That is a change to one graph in memory: llama.cpp builds its graphs anew whenever their shape changes, and what it
 uses again stays as it is, so that a graph's second pass costs one look at its first stub product.
+
+*Memory.* llama.cpp sets memory aside for what it would compute of the stubs: K rows for each token, 34 MB for 512 of D=2048 and
+K=8. As long as a layer's experts are computed elsewhere nothing that is still needed lies there, since all that comes before has
+been read and nothing that lives comes between; so what other nodes have left there goes back to the system (`native/pages`), once
+more at the end of a step. The stubs' weights are zeros that nobody reads: they go back at once.
 """
 
 from __future__ import annotations
 
-from swarm.native.ggml import op_code, set_tensor_op, tensor_name, tensor_op, tensor_source
+from swarm.native.ggml import op_code, set_tensor_op, tensor_at, tensor_name, tensor_op, tensor_source
+from swarm.native.pages import give_back, give_back_pages
 
 MAX_SOURCES = 10  # GGML_MAX_SRC, by the layout of ggml_tensor
 STUB_WEIGHTS = ("_up_exps.weight", "_gate_exps.weight", "_gate_up_exps.weight")  # ends of their names in a GGUF file
 VIEWS = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")  # operations that compute nothing
+# Least memory of a stub's product that is given back: 64 rows of D=2048 with 8 experts each. What other nodes leave there has to
+# be touched anew, at 0.2 ms a MB (measured), which short steps would notice.
+GIVEN_FROM_BYTES = 4 << 20
 
 
 class StubNodes:
@@ -29,6 +38,10 @@ class StubNodes:
         self._dead: set[int] = set()  # of the layer under way
         self._live: set[int] = set()  # what else is computed between its products and its output
         self._is_closed: dict[int, bool] = {}  # layer -> nothing else is computed between its products and its output
+        # Addresses and sizes of pages that a product's result would take: of the layer under way, and by layer.
+        self._result = (0, 0)
+        self._results: dict[int, tuple[int, int]] = {}
+        self._emptied: set[int] = set()  # stubs' weights that were given back
 
     @property
     def is_searching(self) -> bool:
@@ -53,6 +66,7 @@ class StubNodes:
     def start(self, tensor: int) -> None:
         """Turn off a stub's product."""
         self._kill(tensor)
+        self._empty(tensor)
         self._products.add(tensor)
         self._live.discard(tensor)  # the second of a layer was followed like any node before its name was looked at
 
@@ -65,6 +79,10 @@ class StubNodes:
             if source is None:
                 break
             if source in self._dead:
+                if tensor_op(tensor) == self._product:
+                    self._empty(tensor)
+                    if not self._live:
+                        self._spare(tensor)
                 self._kill(tensor)
                 self._products.discard(tensor)
                 return
@@ -74,12 +92,16 @@ class StubNodes:
     def end(self, layer: int) -> None:
         """End the search at the layer's output."""
         self._is_closed[layer] = not self._live
+        if layer in self._results:  # of a graph before this one, whose memory may be another's by now
+            self._results.clear()
+        self._results[layer] = self._result if not self._live else (0, 0)
         self.forget()
 
     def forget(self) -> None:
         """End the search wherever it is."""
         self._dead.clear()
         self._live.clear()
+        self._result = (0, 0)
 
     def is_closed(self, layer: int) -> bool:
         """Return whether in the layer's latest new graph nothing was computed between stub products and output.
@@ -87,6 +109,32 @@ class StubNodes:
         If so, the products' inputs are untouched at the output still: nothing could have been written over them.
         """
         return self._is_closed.get(layer, False)
+
+    def end_step(self, *, has_run: bool) -> None:
+        """Give back where the results of the latest graph would lie: nothing that llama.cpp computes there outlives its step.
+
+        `has_run`: the step was computed; else all that is known of its graph is forgotten.
+        """
+        if has_run:
+            for address, size_bytes in set(self._results.values()):
+                if size_bytes:
+                    give_back_pages(address, size_bytes)
+        self._results.clear()
+
+    def _spare(self, product: int) -> None:
+        """Give back where a product's result would lie, in a graph's first pass: at its turn nothing else lies there."""
+        struct = tensor_at(product)
+        if struct.ne[3] * struct.nb[3] >= GIVEN_FROM_BYTES:
+            self._result = give_back(product)
+
+    def _empty(self, product: int) -> None:
+        """Give back a product's weights, if they are a stub's: of width 1, all zeros."""
+        weights = tensor_source(product, 0)
+        if weights is None or weights in self._emptied:
+            return
+        self._emptied.add(weights)
+        if 1 in tensor_at(weights).ne[:2]:
+            give_back(weights)
 
     def _kill(self, tensor: int) -> None:
         self._dead.add(tensor)

@@ -13,6 +13,8 @@ a ratio within one run; kernels may sum in another order with more rows, so the 
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import statistics
 import tempfile
 import time
@@ -27,8 +29,10 @@ from swarm.backbone.assembly import RunningBackbone
 from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.stock import StockModel
+from swarm.bench.hand_overs import HandOverWatch
 from swarm.bench.testbed import Link, PathOptions, Testbed, drawn_round_trips_s, open_testbed, require_direct
 from swarm.errors import UserError
+from swarm.net.byte_counts import Amounts
 from swarm.speculation.accept import DraftStats
 from swarm.wire.rows import Wire
 
@@ -71,8 +75,7 @@ class _Repetition:
     seconds: float
     first_span: int  # its spans among the testbed's
     end_span: int
-    bytes_out: int
-    bytes_back: int
+    moved: Amounts
     tokens: list[int]
     drafts: DraftStats
 
@@ -97,6 +100,7 @@ async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], 
             running, waiting = testbed.running, None
             if options.compares_overlap:
                 waiting = await stack.enter_async_context(testbed.add_backbone(replace(engine, overlaps=False)))
+            watch = HandOverWatch(running.engine)
             with StockModel(options.model, engine) as stock:
                 waited: list[_Repetition] = []
                 repetitions: list[_Repetition] = []
@@ -106,7 +110,9 @@ async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], 
                     progress(done, options.n_repetitions)
                     if waiting is not None and done % 2:  # whoever is first in turn
                         waited.append(await _decode(testbed, waiting, prompt, options.n_tokens, options.n_draft))
-                    repetitions.append(await _decode(testbed, running, prompt, options.n_tokens, options.n_draft))
+                    repetitions.append(
+                        await _decode(testbed, running, prompt, options.n_tokens, options.n_draft, watch)
+                    )
                     if waiting is not None and not done % 2:
                         waited.append(await _decode(testbed, waiting, prompt, options.n_tokens, options.n_draft))
                     if options.n_draft:
@@ -114,6 +120,7 @@ async def measure_decode(options: DecodeOptions, progress: Callable[[int, int], 
                     stock_speeds.append(stock.tokens_per_s(prompt, options.n_tokens))
                 progress(options.n_repetitions, options.n_repetitions)
                 figures = await _figures(testbed, options, repetitions, stock_speeds)
+                figures["bridge"] = watch.figures()
                 return figures | _gain(repetitions, undrafted) | _overlap(repetitions, waited)
 
 
@@ -130,7 +137,12 @@ def _prompt(testbed: Testbed, options: DecodeOptions) -> list[int]:
 
 
 async def _decode(
-    testbed: Testbed, running: RunningBackbone, prompt: list[int], n_tokens: int, n_draft: int
+    testbed: Testbed,
+    running: RunningBackbone,
+    prompt: list[int],
+    n_tokens: int,
+    n_draft: int,
+    watch: HandOverWatch | None = None,
 ) -> _Repetition:
     """Decode greedily, not stopping at an end of generation, so that every repetition has as many tokens."""
     engine, endpoint = running.engine, running.endpoint
@@ -146,16 +158,16 @@ async def _decode(
         await continuation.step(1)
     continuation.stats = drafts = DraftStats()
     first_span, tokens = len(testbed.spans), list[int]()
-    sent, received = endpoint.bytes_sent, endpoint.bytes_received
+    before = endpoint.counts.now()
     started = time.perf_counter()
-    while len(tokens) < n_tokens:
-        tokens += await continuation.step(n_tokens - len(tokens))
+    with watch.counting() if watch is not None else contextlib.nullcontext():
+        while len(tokens) < n_tokens:
+            tokens += await continuation.step(n_tokens - len(tokens))
     return _Repetition(
         seconds=time.perf_counter() - started,
         first_span=first_span,
         end_span=len(testbed.spans),
-        bytes_out=endpoint.bytes_sent - sent,
-        bytes_back=endpoint.bytes_received - received,
+        moved=endpoint.counts.now() - before,
         tokens=tokens,
         drafts=drafts,
     )
@@ -207,6 +219,7 @@ async def _figures(
     shares = [bound / repetition.seconds for bound, repetition in zip(bounds, repetitions, strict=False) if bound]
     flat = [span for spans in all_spans for span in spans]
     n_token_layers = n_tokens * n_layers * len(repetitions)
+    moved = functools.reduce(operator.add, (repetition.moved for repetition in repetitions))
     return {
         "model": options.model.name,
         "n_peers": options.n_peers,
@@ -229,8 +242,9 @@ async def _figures(
         "stock_tokens_per_s": stock,
         "share_of_stock": tokens_per_s / stock,
         "destinations_per_token": statistics.fmean(span.n_destinations for span in flat),
-        "bytes_out_per_token_layer": sum(r.bytes_out for r in repetitions) / n_token_layers,
-        "bytes_back_per_token_layer": sum(r.bytes_back for r in repetitions) / n_token_layers,
+        "bytes_out_per_token_layer": moved.total.sent / n_token_layers,
+        "bytes_back_per_token_layer": moved.total.received / n_token_layers,
+        "bytes_by_path": moved.shares(n_token_layers),
         "stages_s": {
             "plan": statistics.median((s.planned_ns - s.began_ns) / 1e9 for s in flat),
             "trip": statistics.median((s.returned_ns - s.planned_ns) / 1e9 for s in flat),

@@ -106,7 +106,7 @@ def draw_choices(
 async def measure_dispatch(
     options: DispatchOptions, model_file: Path, progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Return the figures of `swarm bench dispatch`; seconds and bytes of UDP payload."""
+    """Return the figures of `swarm bench dispatch`; seconds and bytes, by kind of path as `net/byte_counts` has them."""
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as folder:
         opening = open_testbed(
             Path(folder),
@@ -177,11 +177,12 @@ async def _compare(testbed: Testbed, options: DispatchOptions, figures: dict[str
 
 async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callable[[int, int], None]) -> dict[str, Any]:
     dispatcher, endpoint = testbed.running.dispatcher, testbed.running.endpoint
+    before = endpoint.counts.now()
     rng = np.random.default_rng(options.seed)
     seconds: list[float] = []
     serial: list[float] = []
     echoes: list[float] = []
-    sent = received = repaired = payload_out = payload_back = 0
+    payload_out = payload_back = 0
     own_cpu_s = peers_cpu_s = 0.0
     chain = _SerialChain(testbed)
     for i in range(N_WARM_UP + options.n_dispatches):
@@ -191,7 +192,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
             ids, weights = draw_choices(rng, options)
         if i == N_WARM_UP:
             testbed.spans.clear()
-            sent, received, repaired = endpoint.bytes_sent, endpoint.bytes_received, endpoint.repair_bytes
+            before = endpoint.counts.now()
             payload_out, payload_back = dispatcher.stats.bytes_out, dispatcher.stats.bytes_back
             own_cpu_s, peers_cpu_s = time.process_time(), _peers_cpu_s(testbed)
         started = time.perf_counter()
@@ -200,12 +201,11 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
             seconds.append(time.perf_counter() - started)
             progress(i - N_WARM_UP + 1, options.n_dispatches)
             if options.compares_serial:
-                chain_sent, chain_received = endpoint.bytes_sent, endpoint.bytes_received
+                before_chain = endpoint.counts.now()
                 serial.append(await chain.ask(x, ids, weights))
-                sent += endpoint.bytes_sent - chain_sent  # the chain's bytes are not the star's
-                received += endpoint.bytes_received - chain_received
-    sent, received = endpoint.bytes_sent - sent, endpoint.bytes_received - received
-    repaired = endpoint.repair_bytes - repaired
+                before += endpoint.counts.now() - before_chain  # the chain's bytes are not the star's
+    moved = endpoint.counts.now() - before
+    sent, received = moved.total.sent, moved.total.received
     payload_out = dispatcher.stats.bytes_out - payload_out
     payload_back = dispatcher.stats.bytes_back - payload_back
     own_cpu_s, peers_cpu_s = time.process_time() - own_cpu_s, _peers_cpu_s(testbed) - peers_cpu_s
@@ -232,7 +232,8 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
         "payload_out": payload_out / n_batches_tokens,
         "payload_back": payload_back / n_batches_tokens,
         "destinations_per_token": n_destinations / len(spans),
-        "repair_bytes": repaired / n_token_layers,
+        "bytes_by_path": moved.shares(n_batches_tokens),
+        "repair_bytes": moved.total.repair / n_token_layers,
         "rtt_s": rtt_s,
         "compute_s": compute_s,
         "compute_mean_s": await _compute_mean_s(testbed),

@@ -37,11 +37,13 @@ NO_NETWORK = (
     "destinations_per_token",
     "bytes_out_per_token_layer",
     "bytes_back_per_token_layer",
+    "bytes_by_path",
 )
 NO_DISPATCH_NETWORK = (
     "bytes_out_per_token_layer",
     "bytes_back_per_token_layer",
     "bytes_all_destinations",
+    "bytes_by_path",
     "destinations_per_token",
     "repair_bytes",
     "rtt_s",

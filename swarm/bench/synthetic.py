@@ -10,7 +10,7 @@ its own order of experts. So the router itself is skewed: whoever places experts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -115,7 +115,10 @@ QWEN3_30B_4L = SyntheticModel(
 """Four layers shaped as Qwen3-30B-A3B's, all of Q4_K; a file of 1.4 GB. The vocabulary is small (512 instead of 151,936), so
 that its experts weigh more than in the whole model: what they cost beyond stock llama.cpp shows more."""
 
-NAMED_MODELS = {model.name: model for model in (SYNTH16, QWEN3_30B_4L)}
+SYNTH16_4L = replace(SYNTH16, n_layers=4, name="synth16-4l")
+"""Four of those layers, for figures of one layer; a file of 0.24 GB."""
+
+NAMED_MODELS = {model.name: model for model in (SYNTH16, SYNTH16_4L, QWEN3_30B_4L)}
 """What a benchmark's `--model` takes besides a file."""
 
 

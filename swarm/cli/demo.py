@@ -104,6 +104,7 @@ async def _demo(
                 host="127.0.0.1",
                 engine=engine,
                 n_draft=n_draft,
+                tls_links=True,
             )
             with ProgressBars() as bars:
                 opening = open_backbone(
@@ -141,12 +142,13 @@ async def _generate(
         prompt=prompt, max_tokens=n_tokens, sampling=SamplingParams(temperature=0.7, top_k=40, seed=1)
     )
     prompt_tokens = running.backbone.tokenize(request)
-    stats, endpoint = running.dispatcher.stats, running.endpoint
+    stats, counts = running.dispatcher.stats, running.endpoint.counts
     text: list[str] = []
     first_token_s = 0.0
     first_token_at = started = time.perf_counter()
     # Decode alone is measured: from the first token on, the prompt's prefill left out.
-    n_first = rounds = sent = received = 0
+    n_first = rounds = 0
+    before = counts.now()
     n_completion = 0
     if not as_json:
         print(prompt, end="", flush=True)
@@ -155,7 +157,7 @@ async def _generate(
             first_token_at = time.perf_counter()
             first_token_s = first_token_at - started
             n_first, rounds = delta.n_completion_tokens, stats.n_round_trips
-            sent, received = endpoint.bytes_sent, endpoint.bytes_received
+            before = counts.now()
         text.append(delta.text)
         n_completion = delta.n_completion_tokens
         if not as_json:
@@ -163,7 +165,7 @@ async def _generate(
     seconds = time.perf_counter() - first_token_at
     if not as_json:
         print("\n", flush=True)
-    n_decoded = n_completion - n_first
+    moved, n_decoded = counts.now() - before, n_completion - n_first
     n_token_layers = max(n_decoded, 1) * len(running.manifest.spec.moe_layers)  # refused drafts are part of the price
     stock_tokens_per_s = await asyncio.to_thread(_stock_speed, path, engine, prompt_tokens, max(n_decoded, 1))
     return {
@@ -177,8 +179,9 @@ async def _generate(
         "tokens_per_s": n_decoded / seconds,
         "round_trips_per_token": (stats.n_round_trips - rounds) / max(n_decoded, 1),
         "accept_length": running.backbone.drafts.accept_length,
-        "bytes_out_per_token_layer": (endpoint.bytes_sent - sent) / n_token_layers,
-        "bytes_back_per_token_layer": (endpoint.bytes_received - received) / n_token_layers,
+        "bytes_out_per_token_layer": moved.total.sent / n_token_layers,
+        "bytes_back_per_token_layer": moved.total.received / n_token_layers,
+        "bytes_by_path": moved.shares(n_token_layers),
         "stock_tokens_per_s": stock_tokens_per_s,
         "peers": [_peer_report(running, node) for node in running.holders.placement.destinations],
     }
@@ -225,8 +228,9 @@ def _print(report: dict[str, Any], running: RunningBackbone) -> None:
         peers.add_row(peer["node"][:8], held["experts"], held["layers"], str(peer["assignments"]))
     out.print(peers)
     out.print(
-        "Bytes are UDP payload, all peers together, QUIC and acknowledgements included. One thread for each process. A model "
-        "this small fits into any machine, so a swarm can only lose; it pays where the model does not fit.",
+        "Bytes are the payload of UDP and of TLS links, all peers together, QUIC, TLS and acknowledgements included. One "
+        "thread for each process. A model this small fits into any machine, so a swarm can only lose; it pays where the model "
+        "does not fit.",
         style="dim",
         highlight=False,
     )

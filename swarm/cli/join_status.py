@@ -98,6 +98,7 @@ def shown(report: PeerReport, rates: tuple[float, float, float]) -> Shown:
         "n_in_line": report.n_in_line,
         "bytes_sent": report.bytes_sent,
         "bytes_received": report.bytes_received,
+        "bytes_by_path": {kind: {"sent": sent, "received": got} for kind, (sent, got) in report.bytes_by_path.items()},
         "rows_per_s": round(rows_s, 1),
         "up_bytes_per_s": round(up_s),
         "down_bytes_per_s": round(down_s),

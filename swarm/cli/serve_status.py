@@ -19,7 +19,7 @@ class ServeReport:
 
     Attributes:
         n_active, n_waiting: requests that have a slot, and that wait for one.
-        n_direct, n_relayed: connected peers, by their path.
+        n_direct, n_relayed: connected peers, by their path; n_by_tls: of the direct ones, over a TLS link for dispatches.
         n_missing, n_experts: (layer, expert) pairs that nobody holds, of how many.
         n_audits, n_caught, n_disagreed: answers asked of others too; peers found to lie; audits that disagreed. None: no audits.
     """
@@ -31,6 +31,7 @@ class ServeReport:
     n_slots: int
     n_direct: int
     n_relayed: int
+    n_by_tls: int
     n_missing: int
     n_experts: int
     n_audits: int | None = None
@@ -56,7 +57,8 @@ class TokenRate:
 def shown(report: ServeReport) -> Shown:
     """Return what to show of a report."""
     n_peers = report.n_direct + report.n_relayed
-    relayed = f" ({report.n_relayed} by relay)" if report.n_relayed else ""
+    ways = [f"{n} by {way}" for n, way in ((report.n_by_tls, "TLS"), (report.n_relayed, "relay")) if n]
+    by = f" ({', '.join(ways)})" if ways else ""
     if report.n_missing == 0:
         coverage = "every expert has a holder"
     else:
@@ -73,7 +75,7 @@ def shown(report: ServeReport) -> Shown:
         lines=[
             f"{report.tokens_per_s:.1f} tokens/s, {report.n_tokens:,} in all; "
             f"{report.n_active} of {report.n_slots} slots busy, {report.n_waiting} waiting",
-            f"{n_peers} peer{'s' * (n_peers != 1)}{relayed}; {coverage}; {audits}",
+            f"{n_peers} peer{'s' * (n_peers != 1)}{by}; {coverage}; {audits}",
         ]
     )
 
@@ -96,6 +98,7 @@ def reporter(running: RunningBackbone, now: Callable[[], float] = time.monotonic
             n_slots=backbone.n_slots,
             n_direct=paths.count(False),
             n_relayed=paths.count(True),
+            n_by_tls=0 if (links := running.dispatcher.links) is None else links.n_open,
             n_missing=sum(map(len, running.holders.missing().values())),
             n_experts=len(spec.moe_layers) * spec.n_expert,
             n_audits=None if audits is None else audits.n_passed + audits.n_disagreed,

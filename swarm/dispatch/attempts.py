@@ -8,7 +8,8 @@ Pure: whoever drives it sends the orders it returns, tells it what became of the
                              process's own experts, or nothing: then the layer has failed, and `error` says how
       handle_timeout(now)    -> the slow tail asked of replicas as well: hedged (within a budget), or overdue (always)
 
-Who was asked for a batch is not asked again for it, but for those who were only busy: they are, once nobody else is left.
+Who was asked for a batch is not asked again for it, but for those who were only busy: they are, once nobody else is left, in an
+order among all layers that wait for one (`turns`). While some wait there, a peer counts as busy for whose turn it is not.
 
 A *line* of a batch is one way to get all of it: one order for the whole, or several that split it where no single peer holds
 all of its experts. The first line that is complete wins. However an answer was got, it stands for its planned batch, so the
@@ -18,6 +19,7 @@ split: then some rows' sums are grouped otherwise, (a + b) + (c + d) for ((a + b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,15 +28,17 @@ import numpy as np
 
 from swarm.dispatch.plan import HERE, Batch
 from swarm.dispatch.service_time import BATCH_TIMEOUT_S, ServiceTimes
-from swarm.errors import DeadlineExceeded, ExpertUnavailable, SwarmError
+from swarm.dispatch.turns import Turns
+from swarm.errors import DeadlineExceeded, ExpertUnavailable, Overloaded, SwarmError
 from swarm.ids import NodeId
 
 # Hedges are at most this share of all orders, and so many at once: a swarm that is slow as a whole must not get twice the
 # work. What is overdue does not count. Share as in DESIGN (p95), burst guessed.
 HEDGE_SHARE, HEDGE_BURST = 0.05, 8.0
-# How long a layer goes on asking peers that are only busy. Two lanes that shared one peer with `--max-upload 500KB`, and nobody
-# else for its experts, kept each other away for 10 s in one prompt of eleven.
+# How long a layer waits for peers that are only busy, from its beginning or the last answer of one that was. Guessed: above the
+# time that several long batches take which one slow line gets in turn, and what a person waits for a prompt.
 BUSY_PATIENCE_S = 30.0
+LOOK_S = 1.0  # how often it then looks for a holder that has come meanwhile; guessed
 # After so long a layer asks nobody else any more: each may take a whole deadline, one after another. The longest deadline.
 RESEND_S = BATCH_TIMEOUT_S
 
@@ -116,7 +120,7 @@ class AttemptStats:
 
     Attributes:
         n_hedged: second copies for the slow tail; n_overdue: for a peer that seems to hang; n_resent: after a failure;
-            n_busy: asked again later of a peer that was busy; n_local: computed here as the last resort.
+            n_busy: asked later of a peer that was busy, or for which others waited; n_local: computed here as the last resort.
         n_rescued: batches whose answer came from another than the planned peer.
     """
 
@@ -133,7 +137,12 @@ class LayerAttempts:
 
     Attributes:
         error: why the layer has failed; None while it has not.
+        turns: who waits for busy peers.
+        on_turn: told when `next_deadline` has become earlier by what happened to others.
     """
+
+    on_turn: Callable[[], None] | None = None
+    _said: dict[NodeId, SwarmError] | None = None  # how busy peers put it
 
     def __init__(
         self,
@@ -146,10 +155,12 @@ class LayerAttempts:
         has_local: Callable[[Batch], bool] | None = None,
         budget: HedgeBudget,
         stats: AttemptStats,
+        turns: Turns | None = None,
     ) -> None:
         """Prepare.
 
         Args:
+            turns: of all layers that ask the same peers; None: of this one alone.
             is_timed: whether to look for the slow tail; in vain where nothing has a replica.
             has_local: whether this process can compute a batch itself, as the last resort; None: it never can.
         """
@@ -163,7 +174,8 @@ class LayerAttempts:
         self._has_local = has_local
         self._budget = budget
         self._stats = stats
-        self._began_at = 0.0
+        self.turns = Turns() if turns is None else turns
+        self._began_at = self._patient_until = 0.0
         self._next_at = math.inf  # not later than the next thing to do
 
     @property
@@ -180,6 +192,7 @@ class LayerAttempts:
     def begin(self, now: float) -> list[Order]:
         """Return an order for each batch."""
         self._began_at = now
+        self._patient_until = now + BUSY_PATIENCE_S
         n_ahead: dict[NodeId, int] = {}
         orders: list[Order] = []
         for unit in self._units:
@@ -189,7 +202,7 @@ class LayerAttempts:
             unit.lines.append([order])
             orders.append(order)
         self._budget.earn(len(orders))
-        return orders
+        return self._admit(orders, now) if self.turns.lines else orders
 
     def answered(self, order: Order) -> None:
         """An order has its answer; does nothing if its batch had one before."""
@@ -205,12 +218,37 @@ class LayerAttempts:
                     self._stats.n_rescued += 1
                 return
 
+    def settled(self, order: Order, now: float) -> None:
+        """After `answered`, if somebody waits for a busy peer: let those behind this order, and behind needless ones, ask."""
+        if self.turns.taken(order, now):
+            self._patient_until = now + BUSY_PATIENCE_S
+        if order.unit.won is not None:
+            for line in order.unit.lines:
+                for each in line:
+                    self.turns.leave(each, now)
+
+    def end(self, now: float) -> None:
+        """Nobody waits for this layer any more, if somebody waits for busy peers: let those behind it ask."""
+        self.turns.leave_all(self, now)
+        self.on_turn = None
+
     def failed(self, order: Order, error: SwarmError, now: float, *, retry_after_s: float | None = None) -> list[Order]:
         """Return whom to ask instead, after an order has failed with `error`.
 
         Args:
             retry_after_s: the peer is only busy, and may be asked again then.
         """
+        turns = self.turns
+        if retry_after_s is not None:
+            self._said = {**(self._said or {}), order.node: error}
+        elif turns.lines:
+            turns.dissolve(order.node, now)
+        new = self._failed(order, error, now, retry_after_s)
+        if order.is_over and turns.lines:
+            turns.leave(order, now)
+        return new
+
+    def _failed(self, order: Order, error: SwarmError, now: float, retry_after_s: float | None) -> list[Order]:
         order.is_over = True
         unit = order.unit
         if unit.won is not None or self.error is not None:
@@ -218,23 +256,29 @@ class LayerAttempts:
         line = next((line for line in unit.lines if order in line), None)
         if line is None:
             return []  # of a line that had failed before
+        is_patient = now < self._patient_until
+        if retry_after_s is not None and is_patient and self.turns.has(order):
+            if (instead := self._elsewhere(line, order, now, free_at=now + retry_after_s)) is not None:
+                return instead
+            self._park(order, now + retry_after_s, now)  # it was its turn, and still is
+            return []
         if retry_after_s is not None and order.batch is unit.batch:
             order.resume_at = now + retry_after_s
             unit.busy.append(order)
         if len(unit.lines) > 1:
-            unit.lines.remove(line)
+            self._drop(line, unit, now)
             self._watch(unit.lines[-1], now)
             return []  # another is on its way
         if (instead := self._instead(order, now)) is not None:
             line.remove(order)
             line += instead
             self._stats.n_resent += len(instead)
-            return instead
+            return self._admit(instead, now)
         if (local := self._local(unit, now)) is not None:
-            unit.lines.remove(line)
+            self._drop(line, unit, now)
             return [local]
-        if retry_after_s is not None and order.batch is not unit.batch and now - self._began_at < BUSY_PATIENCE_S:
-            self._park(order, now + retry_after_s)  # a part of a batch: its other parts are on their way
+        if retry_after_s is not None and order.batch is not unit.batch and is_patient:
+            self._park(order, now + retry_after_s, now)  # a part of a batch: its other parts are on their way
             return []
         if (again := self._once_free(unit, order.batch, now)) is not None:
             line.remove(order)
@@ -271,11 +315,7 @@ class LayerAttempts:
     def _due(self, unit: _Unit, order: Order, now: float) -> list[Order]:
         """Return what an order's times ask for now; each time asks once."""
         if now >= order.resume_at:
-            order.resume_at = math.inf
-            order.sent_at = now
-            self._time(order)
-            self._stats.n_busy += 1
-            return [order]
+            return self._turn(unit, order, now)
         is_overdue = now >= order.overdue_at
         if not is_overdue and now < order.hedge_at:
             return []
@@ -301,7 +341,70 @@ class LayerAttempts:
             self._stats.n_overdue += len(line)
         else:
             self._stats.n_hedged += len(line)
-        return line
+        return self._admit(line, now)
+
+    def _turn(self, unit: _Unit, order: Order, now: float) -> list[Order]:
+        """Return the order for a busy peer, if its turn has come; else whom to ask instead, if anybody."""
+        line = next((line for line in unit.lines if order in line), None)
+        if line is None or order.is_over:
+            return []
+        if self._may_ask(order, now):
+            order.resume_at = math.inf
+            order.sent_at = now
+            self._time(order)
+            self._stats.n_busy += 1
+            return [order]
+        if now >= self._patient_until:
+            error = self._said.get(order.node) if self._said is not None else None
+            new = self._failed(order, error or _not_its_turn(order), now, None)
+            self.turns.leave(order, now)
+            return new
+        if (instead := self._elsewhere(line, order, now, free_at=now)) is not None:
+            return instead
+        if self.turns.has(order):
+            self._look_later(order, now)
+        else:
+            self._park(order, now, now)
+        return []
+
+    def _elsewhere(self, line: Line, order: Order, now: float, *, free_at: float) -> list[Order] | None:
+        """Return whom to ask instead of a busy peer for which an order is in line; None: nobody has come, it waits on.
+
+        Args:
+            free_at: when the peer may be asked again.
+        """
+        unit, local = order.unit, None
+        instead = self._instead(order, now)
+        if instead is None and (len(unit.lines) > 1 or (local := self._local(unit, now)) is None):
+            return None
+        order.is_over, order.resume_at = True, free_at
+        self.turns.leave(order, now)
+        if order.batch is unit.batch:
+            unit.busy.append(order)
+        if instead is None:
+            assert local is not None
+            self._drop(line, unit, now)
+            return [local]
+        line.remove(order)
+        line += instead
+        self._stats.n_resent += len(instead)
+        return self._admit(instead, now)
+
+    def _admit(self, orders: list[Order], now: float) -> list[Order]:
+        """Return those whose turn it is, and whom to ask instead of the others' peers; the rest waits."""
+        if not self.turns.lines:
+            return orders
+        admitted: list[Order] = []
+        for order in orders:
+            if order.node == HERE or self._may_ask(order, now):
+                admitted.append(order)
+            else:
+                admitted += self._failed(order, _not_its_turn(order), now, 0.0)
+        return admitted
+
+    def _may_ask(self, order: Order, now: float) -> bool:
+        size = order.batch.n_pairs + 1  # as it is charged by the peer's own line (peer/batching)
+        return self.turns.may_ask(order, order.node, now, flow=self, size=size, since=self._began_at)
 
     def _instead(self, order: Order, now: float, *, whole: bool = False) -> list[Order] | None:
         """Return orders for others than those tried; of the `whole` batch, or of what `order` was for."""
@@ -316,19 +419,47 @@ class LayerAttempts:
 
     def _once_free(self, unit: _Unit, batch: Batch, now: float) -> Order | None:
         """Return an order, not under way yet, for who was only busy and is free first; None: nobody, or for too long already."""
-        if not unit.busy or now - self._began_at >= BUSY_PATIENCE_S:
+        if not unit.busy or now >= self._patient_until:
             return None
-        free = min(unit.busy, key=lambda each: each.resume_at)
+        free = min(unit.busy, key=lambda each: max(each.resume_at, self.turns.free_at(each.node, now)))
         unit.busy.remove(free)
         order = free if batch is unit.batch else Order(free.node, batch, unit, batch.n_pairs, now)
-        self._park(order, max(now, free.resume_at))
+        self._park(order, max(now, free.resume_at), now)
         return order
 
-    def _park(self, order: Order, until: float) -> None:
+    def _park(self, order: Order, until: float, now: float) -> None:
+        """Have an order wait for its turn at a busy peer, which does not come before `until`."""
         order.is_over = False
         order.hedge_at = order.overdue_at = math.inf
-        order.resume_at = until
-        self._next_at = min(self._next_at, until)
+        self.turns.wait(
+            order,
+            order.node,
+            until,
+            now,
+            flow=self,
+            size=order.batch.n_pairs + 1,
+            since=self._began_at,
+            wake=functools.partial(self._look_now, order),
+        )
+        self._look_later(order, now)
+
+    def _look_later(self, order: Order, now: float) -> None:
+        order.resume_at = min(self.turns.look_at(order, now), now + LOOK_S, self._patient_until)
+        self._next_at = min(self._next_at, order.resume_at)
+
+    def _look_now(self, order: Order, now: float) -> None:
+        """A waiting order's turn may have come, by what happened to others."""
+        order.resume_at = now
+        self._next_at = min(self._next_at, now)
+        if self.on_turn is not None:
+            self.on_turn()
+
+    def _drop(self, line: Line, unit: _Unit, now: float) -> None:
+        """A way to get a batch is none any more."""
+        unit.lines.remove(line)
+        if self.turns.lines:
+            for order in line:
+                self.turns.leave(order, now)
 
     def _watch(self, line: Line, now: float) -> None:
         """A later line has failed: one whose times have all asked already is overdue once more, or nobody would ask for it."""
@@ -369,3 +500,7 @@ class LayerAttempts:
         unavailable = ExpertUnavailable(self._layer, experts, f"{who} {kind}: {error}")
         unavailable.__cause__ = error
         return unavailable
+
+
+def _not_its_turn(order: Order) -> Overloaded:
+    return Overloaded(f"others of this backbone wait for peer {order.node.short}", retry_after_s=0.0)

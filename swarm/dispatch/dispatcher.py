@@ -30,6 +30,7 @@ from swarm.dispatch.plan import HERE, Batch, MissingExperts, plan_dispatch
 from swarm.dispatch.popularity import Popularity
 from swarm.dispatch.replicas import Replicas
 from swarm.dispatch.service_time import ServiceTimes
+from swarm.dispatch.turns import Turns
 from swarm.errors import (
     EngineError,
     ExpertUnavailable,
@@ -168,6 +169,7 @@ class Dispatcher:
         self.replicas = Replicas(holders.placement, self.times, home=home)
         self.replicas.on_trial = holders.on_trial
         self._budget = HedgeBudget()
+        self.turns = Turns()
         self._codec_back = back_codec(wire.back)
         self._codec_out: dict[int, RowCodec] = {}  # layer -> codec
         self._late: set[asyncio.Future[m.Response]] = set()
@@ -221,8 +223,7 @@ class Dispatcher:
             ]
         rows = _EncodedRows(x, codec)
         planned_ns = time.monotonic_ns()
-        # It watches QUIC's socket: not for answers that come over TLS.
-        is_watched = n_tokens == 1 and n_destinations and (self.links is None or not self.links.n_open)
+        is_watched = n_tokens == 1 and n_destinations and not self._is_all_over_tls(batches)
         readiness = self.readiness if is_watched else None
         if self.asks_in_turn:
             answers = [answer for batch in batches for answer in await self._ask(layer, [batch], rows)]
@@ -285,6 +286,13 @@ class Dispatcher:
             return answers
         finally:
             readiness.ended(exchange, is_measured=exchange is not None)
+
+    def _is_all_over_tls(self, batches: list[Batch]) -> bool:
+        """Return whether no answer comes over QUIC, whose socket readiness watches; paths with TLS links are short."""
+        links = self.links
+        if links is None:
+            return False
+        return all(each.destination == HERE or links.link(each.destination) is not None for each in batches)
 
     def rehearse(self, request: m.Request) -> None:
         """Go through what a decoded token takes here, with the latest one's numbers; changes nothing. For `readiness`."""
@@ -363,6 +371,7 @@ class Dispatcher:
             else None,
             budget=self._budget,
             stats=self.stats.attempts,
+            turns=self.turns,
         )
         n_embd = rows.x.shape[1]
         flight = Flight(

@@ -28,7 +28,7 @@ from swarm.errors import (
     RemoteRefused,
     SwarmError,
 )
-from swarm.net.answer import Answer
+from swarm.net.answer import Answer, TakenFuture
 from swarm.wire import messages as m
 
 BUSY_RETRY_S = 0.2  # where a busy peer does not say; guessed: as long as a full line of short dispatches
@@ -75,7 +75,7 @@ class Flight:
         self._start: Callable[[Order], asyncio.Future[m.Response]] | None = send  # None: landed
         self._check = check
         self._loop = asyncio.get_running_loop()
-        self._landed: asyncio.Future[None] = self._loop.create_future()
+        self._landed = TakenFuture[None](loop=self._loop)
         self._under_way: dict[asyncio.Future[m.Response], Order] = {}
         self._results: dict[Order, m.Result] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -87,17 +87,24 @@ class Flight:
             self._set_timer()
             await self._landed
         except BaseException:
+            self._leave_lines()  # now: what is cancelled may take a while to end
             await self._give_up()
             raise
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+            if self._attempts.turns.lines or self._attempts.on_turn is not None:
+                self._leave_lines()
         for future in self._under_way:  # others were faster; their answers tell how much
             self._crew.await_late(future)
         landed = [(order, self._results[order]) for order in self._attempts.answers()]
         self._results.clear()  # late answers may keep this flight for a minute: without its layer's rows
         self._start = None
         return landed
+
+    def _leave_lines(self) -> None:
+        """Let those ask who wait behind this layer for a busy peer."""
+        self._attempts.end(self._crew.now())
 
     async def _give_up(self) -> None:
         """Cancel what is under way, and return when it has ended."""
@@ -151,8 +158,10 @@ class Flight:
         self._results[order] = result
         order.answered_ns = time.monotonic_ns()
         attempts.answered(order)
+        if attempts.turns.lines:
+            attempts.settled(order, crew.now())
         if attempts.is_done:
-            self._landed.set_result(None)
+            self._landed.give(None)
 
     def _failed(self, order: Order, error: BaseException) -> None:
         crew, attempts = self._crew, self._attempts
@@ -186,6 +195,8 @@ class Flight:
             self._timer.cancel()
             self._timer = None
         if at is not None:
+            if self._attempts.turns.lines:
+                self._attempts.on_turn = self._set_timer
             self._timer = self._loop.call_later(max(0.0, at - self._crew.now()), self._on_timer)
 
     def _on_timer(self) -> None:
@@ -197,6 +208,9 @@ class Flight:
             if new:
                 self._crew.replicas.refresh_soon()
             self._send(new)
+            if self._attempts.error is not None:
+                self._landed.set_exception(self._attempts.error)
+                return
             self._set_timer()
         except Exception as failure:
             self._landed.set_exception(failure)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from swarm.backbone.assembly import RunningBackbone
 from swarm.backbone.serving_stats import Histogram
-from swarm.web.exposition import Buckets, MetricsRegistry
+from swarm.net.byte_counts import Amounts, PathKind
+from swarm.web.exposition import Buckets, MetricsRegistry, Sample
 
 
 def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
@@ -62,12 +63,8 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
     )
     made.counter(
         "swarm_network_bytes_total",
-        "UDP payload of this node, by where it goes.",
-        lambda: [
-            ({"direction": "out", "kind": "data"}, endpoint.bytes_sent),
-            ({"direction": "out", "kind": "repair"}, endpoint.repair_bytes),
-            ({"direction": "back", "kind": "data"}, endpoint.bytes_received),
-        ],
+        "Payload of UDP and of TLS links of this node, by the kind of path that carried it.",
+        lambda: network_bytes(endpoint.counts.now()),
     )
     made.counter(
         "swarm_assignments_total",
@@ -102,6 +99,12 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
             if report.rtt_s is not None
         ],
     )
+    if (links := dispatcher.links) is not None:
+        made.gauge(
+            "swarm_links",
+            "Open TLS links beside QUIC connections, by what carries them.",
+            lambda: [({"path": kind.value}, n) for kind, n in links.n_by_kind().items()],
+        )
     made.counter(
         "swarm_path_switches_total",
         "Changes of path of connected peers.",
@@ -113,6 +116,17 @@ def backbone_metrics(running: RunningBackbone) -> MetricsRegistry:
         lambda: sum(map(len, running.holders.missing().values())),
     )
     return made
+
+
+def network_bytes(counted: Amounts) -> list[Sample]:
+    """Return what was sent and received, by direction, kind (data, or repair: copies of packets) and kind of path."""
+    samples: list[Sample] = []
+    for path, amount in counted.by_kind.items():
+        samples.append(({"direction": "out", "kind": "data", "path": path.value}, amount.sent))
+        samples.append(({"direction": "back", "kind": "data", "path": path.value}, amount.received))
+        if path in (PathKind.DIRECT, PathKind.RELAY):  # TCP repairs itself, and counts that as data
+            samples.append(({"direction": "out", "kind": "repair", "path": path.value}, amount.repair))
+    return samples
 
 
 def _buckets(histogram: Histogram) -> Buckets:

@@ -76,6 +76,7 @@ class _Ggml:
         self.device_registry = find("ggml_backend_dev_backend_reg", p, p)
         self.proc_address = find("ggml_backend_reg_get_proc_address", p, p, ctypes.c_char_p)
         self.buffer_free = find("ggml_backend_buffer_free", None, p)
+        self.buffer_name = find("ggml_backend_buffer_name", ctypes.c_char_p, p)
         self.buffer_is_host = find("ggml_backend_buffer_is_host", ctypes.c_bool, p)
         self.buffer_base = find("ggml_backend_buffer_get_base", p, p)
         self.buffer_size = find("ggml_backend_buffer_get_size", size, p)
@@ -189,6 +190,15 @@ def view_tensor(pointer: int) -> npt.NDArray[Any]:
         raise EngineError(f"tensor {tensor_name(pointer)} is not in this process's memory")
     memory = memoryview((ctypes.c_uint8 * span_bytes).from_address(tensor.data))
     return np.ndarray(shape, dtype, memory, 0, strides)
+
+
+def memory_name(pointer: int) -> str:
+    """Return what ggml calls the memory that a tensor lies in: "CPU", "CUDA_Host"; empty: it has none yet."""
+    tensor = GgmlTensor.from_address(pointer)
+    if not tensor.data or not tensor.buffer:
+        return ""
+    name: bytes = _ggml().buffer_name(tensor.buffer)
+    return name.decode()
 
 
 def write_tensor(pointer: int, array: npt.ArrayLike) -> None:

@@ -109,6 +109,7 @@ class Connection:
         self._opened.add_done_callback(_seen)  # a server has nobody who awaits it
         self._gone = asyncio.Event()
         self._drained = asyncio.Event()
+        self.on_end: Callable[[SwarmError], None] | None = None  # told at once when it ends, and why
         self.turn = asyncio.Lock()  # held while a bulky request of the other side is answered
         self._error: SwarmError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -524,6 +525,8 @@ class Connection:
             self._settle(exchange, error)
         if not self._opened.done():
             self._opened.set_exception(error)
+        if self.on_end is not None:
+            self.on_end(error)
         if self._session is not None:
             self._handle(self._session.close(error))
             self._hand_over()  # a refusal of the greeting still goes out, before QUIC drops all but its CONNECTION_CLOSE

@@ -38,6 +38,7 @@ from swarm.net.addresses import (
     socket_address,
 )
 from swarm.net.admission import Admission, Verdict
+from swarm.net.byte_counts import ByteCounts
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
 from swarm.net.flights import FlightSocket
@@ -127,9 +128,7 @@ class Endpoint:
         self.n_refused = 0  # first packets of connections for which there was no room
         self.n_retries = 0  # first packets whose sender was asked to prove its address
         self.n_send_drops = 0  # datagrams that the socket had no room for; QUIC sends their content again
-        self.bytes_sent = 0  # UDP payload, without repair
-        self.repair_bytes = 0  # UDP payload sent a second time in case the first copy was lost
-        self.bytes_received = 0
+        self.counts = ByteCounts()  # of this node's TLS links, too
 
     async def __aenter__(self) -> Self:
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
@@ -170,6 +169,21 @@ class Endpoint:
         if self._socket is None:
             raise ConnectionLost("the endpoint is closed")
         return int(self._socket.getsockname()[1])
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload of UDP, without repair, and of this node's TLS links (`byte_counts`)."""
+        return self.counts.udp_sent + self.counts.links().sent
+
+    @property
+    def repair_bytes(self) -> int:
+        """UDP payload sent a second time in case the first copy was lost."""
+        return self.counts.udp_repair
+
+    @property
+    def bytes_received(self) -> int:
+        """Payload of UDP and of this node's TLS links."""
+        return self.counts.udp_received + self.counts.links().received
 
     @property
     def families(self) -> frozenset[int]:
@@ -248,7 +262,7 @@ class Endpoint:
 
     def send_raw(self, datagrams: Sequence[bytes], address: Any) -> None:
         """Send datagrams that are not QUIC's; what the socket does not take is dropped."""
-        self.bytes_sent += self._try_to_send(Path(address=self._to_socket(address)), datagrams)
+        self.counts.udp_sent += self._try_to_send(Path(address=self._to_socket(address)), datagrams)
 
     async def dial(
         self, address: SocketAddress | Path, *, expected: NodeId | None, timeout_s: float = DIAL_TIMEOUT_S
@@ -384,7 +398,7 @@ class Endpoint:
                 flight: list[bytes] = []  # of one connection
                 connection = None
                 for data in datagrams:
-                    self.bytes_received += len(data)
+                    self.counts.udp_received += len(data)
                     if not data or data[0] < 64:
                         is_other = True
                         continue
@@ -423,6 +437,7 @@ class Endpoint:
             kind = data[0]
             if kind == RELAY_TYPE and (path := self._channels.get(data[1:RELAY_HEAD_BYTES])) is not None:
                 if path.address == address and len(data) > RELAY_HEAD_BYTES:
+                    self.counts.relayed_received += len(data)
                     self._receive_relayed(data[RELAY_HEAD_BYTES:], path, touched, now)
             elif kind in (PROBE, PONG):
                 self._on_probe(data, Path(address=address))
@@ -481,7 +496,7 @@ class Endpoint:
         return connection.monitor if connection.is_open else None
 
     def _send_probe(self, path: Path, data: bytes) -> None:
-        self.bytes_sent += self._try_to_send(path, (data,))
+        self._send(path, (data,))
 
     def _on_open(self, connection: Connection) -> None:
         self._admission.open(connection)
@@ -571,10 +586,16 @@ class Endpoint:
         self._send(path, [retry])
 
     def _send(self, path: Path, flight: Sequence[bytes]) -> None:
-        self.bytes_sent += self._try_to_send(path, flight)
+        n_sent = self._try_to_send(path, flight)
+        self.counts.udp_sent += n_sent
+        if path.channel:
+            self.counts.relayed_sent += n_sent
 
     def _send_copy(self, path: Path, data: bytes) -> None:
-        self.repair_bytes += self._try_to_send(path, (data,))
+        n_sent = self._try_to_send(path, (data,))
+        self.counts.udp_repair += n_sent
+        if path.channel:
+            self.counts.relayed_repair += n_sent
 
     def _try_to_send(self, path: Path, flight: Sequence[bytes]) -> int:
         """Return how many bytes the socket took: all, or 0; then it may have taken some all the same."""

@@ -1,7 +1,9 @@
 """The TLS links of a backbone: opened beside its QUIC connections where `link_choice` wants them, closed where not any more.
 
 The link is dialled at the address that the QUIC connection uses, on the TCP port of the same number; on this host, at the node's
-Unix socket first. A path that changes under QUIC closes the link.
+Unix socket first. A path that changes under QUIC closes the link. So does the end of the connection, at once and whatever ended
+it: a peer is used while its QUIC connection lives, and what it still owes is lost with that.
+While a link loses packets, a second one doubles it.
 """
 
 from __future__ import annotations
@@ -12,14 +14,16 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError
+from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError, SwarmError
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.ip import plain_ip
 from swarm.net.addresses import SocketAddress
+from swarm.net.byte_counts import ByteCounts, PathKind
 from swarm.net.connection import Connection, clock
-from swarm.net.link_choice import LinkChoice, PathFacts
+from swarm.net.link_choice import FIRST_RETRY_S, LinkChoice, PathFacts
 from swarm.net.paths import Path
+from swarm.net.tcp_losses import Packets
 from swarm.net.tls_link import TlsLink
 from swarm.net.tls_links import dial_tls, unix_name
 
@@ -35,6 +39,7 @@ class _Place:
     link: TlsLink | None = None
     path: Path | None = None  # of the connection when the link was opened
     opening: asyncio.Task[None] | None = None
+    second_at: float = 0.0  # when a second link may be dialled
     looked_at: float = 0.0
 
 
@@ -45,8 +50,12 @@ class FastLinks:
         is_forced: for measurements: open links, and keep them, whatever the path is like.
     """
 
-    def __init__(self, identity: Identity, *, now: Callable[[], float] = clock) -> None:
+    def __init__(
+        self, identity: Identity, *, counts: ByteCounts | None = None, now: Callable[[], float] = clock
+    ) -> None:
+        """`counts`: of this node, where the links' bytes are to count."""
         self.is_forced = False
+        self._counts = counts
         self._identity = identity
         self._now = now
         self._places: dict[NodeId, _Place] = {}
@@ -56,6 +65,17 @@ class FastLinks:
     def n_open(self) -> int:
         """Links that can be used now."""
         return sum(place.link is not None and place.link.is_open for place in self._places.values())
+
+    def n_by_kind(self) -> dict[PathKind, int]:
+        """Return how many links are open, by what carries them."""
+        links = [place.link for place in self._places.values() if place.link is not None]
+        kinds = [link.path_kind for link in links if link.is_open]
+        return {kind: kinds.count(kind) for kind in (PathKind.TLS, PathKind.UNIX)}
+
+    def link(self, node: NodeId) -> TlsLink | None:
+        """Return the open link to a node, if there is one now, stalled or not."""
+        place = self._places.get(node)
+        return place.link if place is not None and place.link is not None and place.link.is_open else None
 
     def best(self, node: NodeId, connection: Connection) -> TlsLink | None:
         """Return the link to use for a dispatch to `node`; None: the connection itself. May begin to open one."""
@@ -100,7 +120,11 @@ class FastLinks:
         facts = PathFacts(rtt_s=rtt_s, is_relayed=connection.path.is_relayed, is_lossy=connection.driver.is_lossy())
         wants = place.choice.wants(facts, now) or self.is_forced
         link = place.link
-        if link is not None and wants and not self.is_forced and self._is_losing(place, link, rtt_s or 0.0):
+        packets = link.packets() if link is not None else None
+        if link is not None and packets is not None and not self.is_forced:
+            self._double(node, place, link, packets, now)
+        is_losing = packets is not None and place.choice.loses(*packets, rtt_s or 0.0)
+        if link is not None and wants and is_losing and not self.is_forced:
             logger.debug("the TLS link with node %s loses packets", node.short)
             place.link = None
             place.choice.failed(now)
@@ -112,19 +136,41 @@ class FastLinks:
             place.choice.closed()
             link.close()
         elif wants and link is None and place.opening is None and not self._is_closed:
-            place.opening = asyncio.create_task(self._open(node, place, connection.path), name=f"tls link {node.short}")
+            place.opening = asyncio.create_task(self._open(node, place, connection), name=f"tls link {node.short}")
 
-    def _is_losing(self, place: _Place, link: TlsLink, rtt_s: float) -> bool:
-        packets = link.packets()
-        return packets is not None and place.choice.loses(*packets, rtt_s)
+    def _double(self, node: NodeId, place: _Place, link: TlsLink, packets: Packets, now: float) -> None:
+        """Let small dispatches go over a second link as well, while the first loses packets."""
+        link.is_copying = place.choice.copies(*packets) and link.takes_copies
+        is_room = place.opening is None and now >= place.second_at and not self._is_closed
+        if link.is_copying and link.second is None and is_room and place.path is not None:
+            place.second_at = now + FIRST_RETRY_S
+            second = self._open_second(node, place, link, place.path)
+            place.opening = asyncio.create_task(second, name=f"second tls link {node.short}")
 
-    async def _open(self, node: NodeId, place: _Place, path: Path) -> None:
-        on_gone = functools.partial(self._on_gone, node)
+    async def _open_second(self, node: NodeId, place: _Place, link: TlsLink, path: Path) -> None:
         try:
-            link = await _dial(self._identity, node, path, on_gone)
+            second = await _dial(self._identity, node, path, functools.partial(_forget_second, link), self._counts)
+            if link.is_open and second.is_open:
+                link.second = second
+                logger.debug("a second TLS link with node %s is open", node.short)
+            else:
+                second.close()
+        except (NetworkError, RemoteProtocolError) as error:
+            logger.debug("no second TLS link with node %s: %s", node.short, error)
+        finally:
+            place.opening = None
+
+    async def _open(self, node: NodeId, place: _Place, connection: Connection) -> None:
+        on_gone, path = functools.partial(self._on_gone, node), connection.path
+        try:
+            link = await _dial(self._identity, node, path, on_gone, self._counts)
+            if not connection.is_open:
+                link.close()
+                return
             if not link.is_open:  # `_on_gone` did not know it yet
                 raise ConnectionLost("the link ended as it opened")
             place.link, place.path = link, path
+            connection.on_end = functools.partial(self._on_connection_end, place, link)
             place.choice.opened(self._now())
             logger.debug("a TLS link with node %s is open", node.short)
         except (NetworkError, RemoteProtocolError) as error:
@@ -133,6 +179,12 @@ class FastLinks:
         finally:
             place.opening = None
 
+    def _on_connection_end(self, place: _Place, link: TlsLink, error: SwarmError) -> None:
+        if place.link is link:
+            place.link = None
+            place.choice.closed()
+        link.close(error)
+
     def _on_gone(self, node: NodeId, link: TlsLink) -> None:
         place = self._places.get(node)
         if place is not None and place.link is link:
@@ -140,12 +192,19 @@ class FastLinks:
             place.choice.failed(self._now())
 
 
-async def _dial(identity: Identity, node: NodeId, path: Path, on_gone: Callable[[TlsLink], None]) -> TlsLink:
+def _forget_second(link: TlsLink, second: TlsLink) -> None:
+    if link.second is second:
+        link.second = None
+
+
+async def _dial(
+    identity: Identity, node: NodeId, path: Path, on_gone: Callable[[TlsLink], None], counts: ByteCounts | None
+) -> TlsLink:
     host, port = str(plain_ip(path.address[0])), path.address[1]
     if plain_ip(host).is_loopback:
         try:
-            return await dial_tls(identity, unix_name(node), expected=node, on_gone=on_gone)
+            return await dial_tls(identity, unix_name(node), expected=node, on_gone=on_gone, counts=counts)
         except NetworkError:
             pass  # not Linux, or an address that is passed on to another host
     address: SocketAddress = (host, port)
-    return await dial_tls(identity, address, expected=node, on_gone=on_gone)
+    return await dial_tls(identity, address, expected=node, on_gone=on_gone, counts=counts)

@@ -1,4 +1,4 @@
-"""What the kernel says of a TCP connection's packets: how many there were, and how many of them were lost.
+"""What the kernel says of a TCP connection: its packets, how many of them were lost, and its bytes.
 
 Linux's `struct tcp_info` (linux/tcp.h), of which a socket returns as much as its kernel knows. A retransmission that the other
 side had in vain (a tail loss probe while an acknowledgement was merely late) is told back by DSACK and not counted.
@@ -12,8 +12,9 @@ import sys
 from typing import NamedTuple, Protocol
 
 _TOTAL_RETRANS, _SEGS_OUT, _DSACK_DUPS, _RCV_OOOPACK = 100, 136, 216, 224  # offsets, bytes; u32 each
+_BYTES_RECEIVED, _BYTES_SENT = 128, 200  # u64 each
 _SIZE_BYTES = 228
-_U32 = struct.Struct("=I")
+_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
 
 
 class Socket(Protocol):
@@ -38,14 +39,27 @@ class Packets(NamedTuple):
 
 def packets(connected: Socket) -> Packets | None:
     """Return what is known; None where the system does not tell, or it is no TCP socket."""
+    info = _info(connected)
+    if info is None:
+        return None
+    retrans, dups, disordered = (_U32.unpack_from(info, at)[0] for at in (_TOTAL_RETRANS, _DSACK_DUPS, _RCV_OOOPACK))
+    n_out, n_in = struct.unpack_from("=II", info, _SEGS_OUT)
+    return Packets(n_out + n_in, max(0, retrans - dups) + disordered)
+
+
+def payload(connected: Socket) -> tuple[int, int] | None:
+    """Return the bytes of payload sent, those sent again counted, and received; None as `packets`."""
+    info = _info(connected)
+    if info is None:
+        return None
+    return _U64.unpack_from(info, _BYTES_SENT)[0], _U64.unpack_from(info, _BYTES_RECEIVED)[0]
+
+
+def _info(connected: Socket) -> bytes | None:
     if sys.platform != "linux":
         return None
     try:
         info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _SIZE_BYTES)
     except OSError:
         return None
-    if len(info) < _SIZE_BYTES:
-        return None
-    retrans, dups, disordered = (_U32.unpack_from(info, at)[0] for at in (_TOTAL_RETRANS, _DSACK_DUPS, _RCV_OOOPACK))
-    n_out, n_in = struct.unpack_from("=II", info, _SEGS_OUT)
-    return Packets(n_out + n_in, max(0, retrans - dups) + disordered)
+    return info if len(info) >= _SIZE_BYTES else None

@@ -7,6 +7,9 @@
 It is never the only way to a node. A request that it cannot finish goes over the other link, by `retry`: when this one ends,
 and when an answer is later than its like have been: TCP repairs the loss of a last packet after 200 ms at the earliest, and a
 path that is cut says nothing at all. Until something arrives again the link is *stalled*: what is new had better go elsewhere.
+
+On a path that loses packets small dispatches go over a `second` link of the same kind as well, where the peer computes them once
+(`link_copies`): TCP repairs a loss in a round trip at best, and the other stream has mostly lost nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +18,25 @@ import asyncio
 import functools
 import logging
 import math
+import socket
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from swarm.errors import ConnectionLost, Overloaded, RemoteProtocolError, SwarmError
 from swarm.ids import NodeId
 from swarm.net.answer import Answer
+from swarm.net.byte_counts import Amount, ByteCounts, PathKind, n_tls_records, tls_bytes
 from swarm.net.connection import clock
-from swarm.net.tcp_losses import Packets, packets
-from swarm.net.tls_records import MAX_EXCHANGE, RecordKind, RecordReader, encode_exchange, encode_record
+from swarm.net.link_copies import is_copied
+from swarm.net.tcp_losses import Packets, packets, payload
+from swarm.net.tls_records import (
+    COPIES_ALPN,
+    MAX_EXCHANGE,
+    RecordKind,
+    RecordReader,
+    encode_exchange,
+    encode_record,
+)
 from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
@@ -44,16 +57,10 @@ N_STRIKES = 3  # stalls of MOST_LATE_S in a row, nothing answered in between, af
 STALLED_S = (
     1.0  # so is one from which nothing has come for so long, though it was asked; guessed: TCP's second repair is over
 )
+BEATEN_S = 3.0  # and one whose every answer came over its second link first, as long; guessed: a session's silence
 _RTT_GAIN, _DEVIATION_GAIN = 0.125, 0.25  # RFC 6298's
 OnRequest = Callable[["TlsLink", int, m.Request], None]
 Retry = Callable[[], "asyncio.Future[m.Response]"]
-
-
-class Counters(Protocol):
-    """What an endpoint counts."""
-
-    bytes_sent: int
-    bytes_received: int
 
 
 class _Asked(Answer):
@@ -64,9 +71,10 @@ class _Asked(Answer):
         size: the order of magnitude of its work.
         late_at: when to do that; overdue_at: also if there are too many such.
         other: the answer over the other link, once that was asked.
+        copy: the answer over the second link, if it went there as well.
     """
 
-    __slots__ = ("exchange", "late_at", "other", "overdue_at", "retry", "sent_at", "size")
+    __slots__ = ("copy", "exchange", "late_at", "other", "overdue_at", "retry", "sent_at", "size")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, exchange: int, retry: Retry | None) -> None:
         super().__init__(loop=loop)
@@ -75,6 +83,7 @@ class _Asked(Answer):
         self.size = 0
         self.sent_at = self.late_at = self.overdue_at = 0.0
         self.other: asyncio.Future[m.Response] | None = None
+        self.copy: asyncio.Future[m.Response] | None = None
 
 
 class TlsLink(asyncio.Protocol):
@@ -90,11 +99,11 @@ class TlsLink(asyncio.Protocol):
         on_gone: Callable[[TlsLink], None],
         on_unsent: Callable[[TlsLink, int, int], None] = lambda link, n_given, n_held: None,
         check: Callable[[asyncio.Transport], None] | None = None,
-        counters: Counters | None = None,
+        counts: ByteCounts | None = None,
     ) -> None:
         """`check`: of a client's link, whether the right node has answered; raises IdentityMismatch.
 
-        `counters`: count this link's bytes as well.
+        `counts`: count this link's bytes as well.
 
         `on_open` returns whether this side goes on with whom it is. `on_unsent` is told how many bytes were written since the
         start and how many of them are held here, while the other side takes them slowly.
@@ -105,7 +114,7 @@ class TlsLink(asyncio.Protocol):
         self._on_unsent = on_unsent
         self._is_paused = False  # the transport holds more than it likes to
         self._check = check
-        self._counters = counters
+        self._counts = counts
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._session: s.Session | None = None
@@ -125,7 +134,18 @@ class TlsLink(asyncio.Protocol):
         self._next_ping = 1
         self.rtt_s: float | None = None
         self.bytes_sent = self.bytes_received = 0  # of records, without what TLS and TCP add
+        self._n_tls_sent = self._n_tls_received = 0  # TLS records that these took; received, the fewest they can be
+        self._wire = Amount()
+        self._socket: socket.socket | None = None
+        self._path_kind = PathKind.TLS
         self.n_retried = 0  # requests that went over the other link
+        self.takes_copies = False  # the other side knows them
+        self.second: TlsLink | None = None  # of the same node; ends with this one
+        self.is_copying = False  # small dispatches go there as well
+        self._beaten_at: float | None = None  # since when answers came there first, and nothing here
+        self.copy_number: int | None = None  # what the record before this one says
+        # Is told what was answered, once a request with a number came.
+        self.on_answered: Callable[[TlsLink, int, m.Response | m.Refusal], None] | None = None
 
     # For callers
 
@@ -151,6 +171,25 @@ class TlsLink(asyncio.Protocol):
         connected = self._transport.get_extra_info("socket") if self._transport is not None else None
         return packets(connected) if connected is not None else None
 
+    @property
+    def path_kind(self) -> PathKind:
+        """What carries it."""
+        return self._path_kind
+
+    def wire_bytes(self) -> Amount:
+        """Return what it sent and received so far, all that TLS adds included.
+
+        What was written and the kernel has not sent yet counts as sent; the other way round, what the kernel sent again.
+        """
+        sent = tls_bytes(self.bytes_sent, self._n_tls_sent)
+        received = tls_bytes(self.bytes_received, self._n_tls_received)
+        if self._transport is not None and not self._transport.is_closing():  # else its socket may be somebody else's
+            told = payload(self._socket) if self._socket is not None else None
+            if told is not None:
+                sent, received = max(sent, told[0]), max(received, told[1])
+        self._wire = Amount(max(sent, self._wire.sent), max(received, self._wire.received))
+        return self._wire
+
     def start(
         self,
         message: m.Request,
@@ -158,10 +197,12 @@ class TlsLink(asyncio.Protocol):
         timeout_s: float,
         max_answer_bytes: int | None = None,
         retry: Retry | None = None,
+        copy_of: int | None = None,
     ) -> asyncio.Future[m.Response]:
         """Send a request and return the future of its answer, as `Connection.start`.
 
         `retry`: asks the same elsewhere; it is called at most once, if this link ends or is late. Then the first answer counts.
+        `copy_of`: the number of the first link's exchange, of which this is the copy.
 
         Raises:
             ConnectionLost, or what else ended the link; Overloaded. Nothing was sent.
@@ -179,7 +220,11 @@ class TlsLink(asyncio.Protocol):
         asked.late_at, asked.overdue_at = now + late_s, now + overdue_s
         self._copies = min(COPY_BURST, self._copies + COPY_SHARE)
         asked.add_done_callback(self._on_answer_done)
-        self._flush()
+        if copy_of is None and self.is_copying and self.second is not None and is_copied(message):
+            copy_of = exchange
+            # Later: the first must not wait until the second is encrypted.
+            self._loop.call_soon(self._send_copy, asked, message, timeout_s, max_answer_bytes)
+        self._flush(copy_of)
         if self._timer is None or self._timer_at > now + min(timeout_s, late_s):  # else it is soon enough
             self._set_timer(now)
         return asked
@@ -196,6 +241,8 @@ class TlsLink(asyncio.Protocol):
             self.close(ConnectionLost("the other side does not take its answers"))
             return
         self._flush()
+        if self.on_answered is not None:
+            self.on_answered(self, exchange, message)
         if self._is_paused:
             self._on_unsent(self, self.bytes_sent, self._transport.get_write_buffer_size())
 
@@ -208,6 +255,13 @@ class TlsLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """TLS is done."""
         self._transport = cast(asyncio.Transport, transport)
+        tls = transport.get_extra_info("ssl_object")
+        self.takes_copies = tls is not None and tls.selected_alpn_protocol() == COPIES_ALPN
+        self._socket = transport.get_extra_info("socket")
+        if self._socket is not None and self._socket.family == getattr(socket, "AF_UNIX", None):
+            self._path_kind = PathKind.UNIX
+        if self._counts is not None:
+            self._counts.begin(self)
         try:
             if self._check is not None:
                 self._check(self._transport)
@@ -223,17 +277,19 @@ class TlsLink(asyncio.Protocol):
         if self._session is None or self._error is not None:
             return
         now = clock()
-        self._stalled_at = None
+        self._stalled_at = self._beaten_at = None
         self.bytes_received += len(data)
-        if self._counters is not None:
-            self._counters.bytes_received += len(data)
+        self._n_tls_received += n_tls_records(len(data))
         try:
             for record in self._reader.feed(data):
                 if record.kind <= RecordKind.END:
                     is_end = record.kind is RecordKind.END
                     self._handle(self._session.receive(record.exchange, record.data, is_end, now=now), now)
+                    self.copy_number = None
                 elif record.kind is RecordKind.RESET:
                     self._handle(self._session.receive_reset(record.exchange), now)
+                elif record.kind is RecordKind.COPY:
+                    self.copy_number = record.exchange
                 elif record.kind is RecordKind.PING:
                     self._write([encode_record(record.exchange, RecordKind.PONG)])
                 else:
@@ -321,6 +377,9 @@ class TlsLink(asyncio.Protocol):
             answer.exception()  # seen: the caller may be cancelled in the tick in which it fails
         if answer.other is not None:
             answer.other.cancel()
+        # Else its answer comes for nothing, which costs less than a reset.
+        if answer.copy is not None and answer.cancelled():
+            answer.copy.cancel()
         if self._asked.pop(answer.exchange, None) is not None and self._session is not None and self._error is None:
             self._session.cancel(answer.exchange)  # it was cancelled, or answered over the other link
             self._flush()
@@ -340,17 +399,44 @@ class TlsLink(asyncio.Protocol):
         asked.other.add_done_callback(functools.partial(_pass_on, asked))
         return True
 
-    def _flush(self) -> None:
+    def _send_copy(self, asked: _Asked, message: m.Request, timeout_s: float, max_answer_bytes: int | None) -> None:
+        second = self.second
+        if second is None or not second.is_open or asked.done():
+            return
+        try:
+            copy = second.start(message, timeout_s=timeout_s, max_answer_bytes=max_answer_bytes, copy_of=asked.exchange)
+        except SwarmError:
+            return
+        assert isinstance(copy, _Asked)
+        asked.copy = copy
+        copy.taker = functools.partial(self._on_copy_answered, asked)
+        copy.add_done_callback(copy.taker)
+
+    def _on_copy_answered(self, asked: _Asked, copy: asyncio.Future[m.Response]) -> None:
+        if copy.cancelled() or copy.exception() is not None or asked.done():
+            return
+        now = clock()
+        if self._beaten_at is None:
+            self._beaten_at = now
+        asked.give(copy.result())
+        if now - self._beaten_at >= BEATEN_S:
+            self._end(ConnectionLost("nothing comes but over its second link"))
+
+    def _flush(self, copy_of: int | None = None) -> None:
+        """Write what the session has to say; `copy_of`: the number of the request that is its last word."""
         if self._session is None:
             return
         parts: list[bytes] = []
-        for out in self._session.take_outgoing():
+        outgoing = self._session.take_outgoing()
+        for out in outgoing:
             if out.exchange > MAX_EXCHANGE:
                 self._end(ConnectionLost("the link has used up its numbers"))
                 return
             if out.is_reset:
                 parts.append(encode_record(out.exchange, RecordKind.RESET))
             else:
+                if copy_of is not None and out is outgoing[-1]:
+                    parts.append(encode_record(copy_of, RecordKind.COPY))
                 parts += encode_exchange(out.exchange, out.data, out.is_end)
         if parts:
             self._write(parts)
@@ -362,8 +448,7 @@ class TlsLink(asyncio.Protocol):
         if self._transport is not None and not self._transport.is_closing():
             data = b"".join(parts)  # one piece: one TLS record, one call of the kernel
             self.bytes_sent += len(data)
-            if self._counters is not None:
-                self._counters.bytes_sent += len(data)
+            self._n_tls_sent += n_tls_records(len(data))
             self._transport.write(data)
 
     def _ping(self, now: float) -> None:
@@ -458,8 +543,12 @@ class TlsLink(asyncio.Protocol):
             for out in self._session.take_outgoing():  # a refusal of the greeting
                 if not out.is_reset:
                     self._write(encode_exchange(out.exchange, out.data, out.is_end))
+        if self._counts is not None:
+            self._counts.end(self)
         if self._transport is not None:
             self._transport.close()
+        if self.second is not None:
+            self.second.close()
         if isinstance(error, RemoteProtocolError):
             logger.info("closed a TLS link: %s", error)
         self._on_gone(self)

@@ -27,10 +27,13 @@ from swarm.errors import ConnectionLost, DeadlineExceeded, IdentityMismatch
 from swarm.identity import Identity, node_id_of
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address
+from swarm.net.byte_counts import ByteCounts
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
 from swarm.net.endpoint import Endpoint
+from swarm.net.link_copies import CopyLink, LinkCopies, is_copied
 from swarm.net.tls_link import TlsLink
+from swarm.net.tls_records import COPIES_ALPN
 from swarm.wire import messages as m
 from swarm.wire import session as s
 
@@ -72,7 +75,7 @@ def client_context() -> ssl.SSLContext:
 def _restrict(context: ssl.SSLContext) -> None:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.options |= ssl.OP_NO_TICKET
-    context.set_alpn_protocols([s.ALPN])
+    context.set_alpn_protocols([COPIES_ALPN, s.ALPN])  # a side that is older knows the second alone
     if hasattr(context, "num_tickets") and context.protocol is ssl.PROTOCOL_TLS_SERVER:
         context.num_tickets = 0
 
@@ -115,6 +118,7 @@ class TlsListener:
         self._host = host
         self._context = server_context(endpoint.identity)
         self._links: set[TlsLink] = set()
+        self._copies = LinkCopies()
         self._sockets: list[socket.socket] = []
         self._handshakes: set[asyncio.Task[None]] = set()
         self.port = 0  # of TCP; 0: it was taken
@@ -215,17 +219,27 @@ class TlsListener:
             on_open=lambda link: endpoint.is_connected(link.remote),
             on_gone=self._on_gone,
             on_unsent=self._on_unsent,
-            counters=endpoint,
+            counts=endpoint.counts,
         )
         return link
 
     # Serving needs of whoever asks only what both kinds of link have: `respond`, `remote`, `close`.
 
     def _on_request(self, link: TlsLink, exchange: int, request: m.Request) -> None:
+        number = link.copy_number
+        if number is not None and is_copied(request):
+            link.on_answered = self._copies.answered
+            if not self._copies.is_first(link, exchange, number, cast(m.Dispatch, request)):
+                return
+        self._begin(link, exchange, request)
+
+    def _begin(self, link: CopyLink, exchange: int, request: m.Request) -> None:
         self._endpoint.serving.begin(cast(Connection, link), exchange, request)
 
     def _on_cancel(self, link: TlsLink, exchange: int) -> None:
         self._endpoint.serving.cancel(cast(Connection, link), exchange)
+        for instead in self._copies.cancelled(link, exchange):
+            self._begin(*instead)
 
     def _on_unsent(self, link: TlsLink, n_given: int, n_held: int) -> None:
         if link in self._links:  # not after it is gone: nobody would forget it
@@ -234,6 +248,9 @@ class TlsListener:
     def _on_gone(self, link: TlsLink) -> None:
         self._links.discard(link)
         self._endpoint.serving.forget(cast(Connection, link))
+        if link.on_answered is not None:
+            for instead in self._copies.gone(link):
+                self._begin(*instead)
 
 
 def _prepare(accepted: socket.socket) -> None:
@@ -267,8 +284,11 @@ async def dial_tls(
     expected: NodeId,
     on_gone: Callable[[TlsLink], None] = lambda link: None,
     timeout_s: float = HANDSHAKE_TIMEOUT_S,
+    counts: ByteCounts | None = None,
 ) -> TlsLink:
     """Return an open link to a node at a TCP address, or at a Unix socket's name.
+
+    `counts`: of this node, where the link's bytes are to count.
 
     Raises:
         IdentityMismatch: another node answered.
@@ -284,6 +304,7 @@ async def dial_tls(
             on_cancel=lambda link, exchange: None,
             on_open=lambda link: True,
             on_gone=on_gone,
+            counts=counts,
             check=lambda transport: require_node(transport, expected),
         )
         links.append(link)

@@ -8,6 +8,8 @@
     2     the exchange is abandoned; no data
     3     ping: the exchange field is any number, no data
     4     pong: the same number
+    5     the next record is a request that comes twice: the exchange field is its number, the same on both links; no data
+          (`link_copies`; sent only where COPIES_ALPN was agreed upon)
 
 A record's data is at most MAX_DATA_BYTES, checked on its head before memory is taken; what belongs to a frame of `wire/frames` is
 the session's business.
@@ -24,6 +26,7 @@ from swarm.errors import RemoteProtocolError
 _HEAD = struct.Struct("<IBBH")  # exchange, kind, low byte and upper two of the size
 HEAD_BYTES = _HEAD.size
 MAX_DATA_BYTES = 256 << 10  # a long message is cut, so that others can pass between; guessed
+COPIES_ALPN = "swarm/1 copies"  # of a side that knows COPY; offered beside the session's own
 MAX_EXCHANGE = (1 << 32) - 1  # the link is given up before its numbers are used up
 
 
@@ -35,6 +38,7 @@ class RecordKind(IntEnum):
     RESET = 2
     PING = 3
     PONG = 4
+    COPY = 5
 
 
 class Record(NamedTuple):

@@ -43,6 +43,7 @@ from swarm.model.gguf_file import GgufFile
 from swarm.model.manifest import manifest_of
 from swarm.model.slices import write_slice
 from swarm.net.addresses import parse_address
+from swarm.net.byte_counts import ByteCounts
 from swarm.net.path_finder import Face
 from swarm.net.reachability import Reach
 from swarm.peer_report import Scarcity, Standing
@@ -80,9 +81,21 @@ class FakeEndpoint:
         self.handler = options["handler"]
         self.serves = options["serves"]
         self.is_open = False
-        self.bytes_sent = self.repair_bytes = self.bytes_received = 0
+        self.counts = ByteCounts()
         self.connections: list[Any] = []
         type(self).last = self
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.counts.udp_sent
+
+    @property
+    def repair_bytes(self) -> int:
+        return self.counts.udp_repair
+
+    @property
+    def bytes_received(self) -> int:
+        return self.counts.udp_received
 
     def open_connections(self) -> list[Any]:
         return self.connections
@@ -1022,13 +1035,15 @@ async def test_a_report_follows_a_peer_from_joining_to_leaving(
         Link(remote, is_client=is_client)
         for is_client, remote in ((False, BACKBONE), (False, OTHER_BACKBONE), (True, BACKBONE))
     ]
-    FakeEndpoint.last.bytes_sent, FakeEndpoint.last.repair_bytes, FakeEndpoint.last.bytes_received = 7, 2, 5
+    counts = FakeEndpoint.last.counts
+    counts.udp_sent, counts.udp_repair, counts.udp_received, counts.relayed_sent = 7, 2, 5, 3
     await FakeEndpoint.last.ask(tagged(small))
     report = peer.report()
     assert (report.standing, report.why, report.reach) == (Standing.SERVING, "", "public")
     assert [view.node for view in report.backbones] == [str(BACKBONE)], "who has asked for something"
     assert (report.n_rows, report.n_pairs, report.n_in_line) == (2, 3, 0)
     assert (report.bytes_sent, report.bytes_received) == (9, 5)
+    assert report.bytes_by_path == {"direct": (6, 5), "relay": (3, 0)}
     assert report.scarcity == Scarcity(n_blocks=6, n_alone=4, n_others_least=0, n_others_most=1)
     peer._pauses.why = "others need the machine"
     assert (peer.report().standing, peer.report().why) == (Standing.RESTING, "others need the machine")
@@ -1104,6 +1119,6 @@ async def test_receipts_are_fetched_kept_and_presented_by_who_shows_a_name(
     assert status["contribution"] == {"n_rows": 2, "n_pairs": 3, "points": 3}
     assert status.get("receipts") == ([receipt.text] if name else None)
     async with joined(config(model_file=small.path, name=name, max_upload_bytes_s=50_000.0)) as (_, endpoint):
-        endpoint.bytes_sent += 10_000_000
+        endpoint.counts.udp_sent += 10_000_000
         status = json.loads((await endpoint.ask(m.GetStatus())).data)
     assert "receipts" not in status, "whoever asks again and again does not make it send more than its owner allows"

@@ -492,6 +492,9 @@ class _FakeWeb:
     def best(self) -> object:
         return self
 
+    def patience_s(self, source: object, n_bytes: int) -> float:
+        return 60.0
+
     async def fetch(self, source: object, layer: int, experts: Any, missing: Any, keep: Any) -> None:
         self.n_asked += 1
         assert self.n_asked < 100, "asked for ever, and nothing else runs"
@@ -509,6 +512,136 @@ async def test_blocks_that_another_process_brings_meanwhile_count_as_there(
     await SliceFetcher(registry, registry, store, lambda *told: seen.append(told), web=web).fetch(WANTED)
     assert store.experts == WANTED
     assert seen[-1][0] == seen[-1][1]
+
+
+class _Place:
+    """A place on the web that brings what it is asked for, fails, or never ends, as it is told."""
+
+    def __init__(self, name: str, does: str) -> None:
+        self.location = SimpleNamespace(name=name)
+        self.does = does
+        self.has_ranges = True
+        self.n_asked = self.n_cancelled = 0
+        self.may_go_on = asyncio.Event()
+
+
+class _SlowWeb:
+    """Places on the web, asked in their order; nobody has any patience with them."""
+
+    is_alive, error = True, None
+
+    def __init__(self, small: SmallModel, store: BlockStore, *places: _Place) -> None:
+        self.small, self.store, self.places = small, store, list(places)
+        self.outran: list[_Place] = []
+
+    def best(self, *, but: _Place | None = None) -> _Place | None:
+        free = [each for each in self.places if each is not but and each not in self.outran]
+        return free[0] if free else None
+
+    def patience_s(self, source: _Place, n_bytes: int) -> float:
+        return 0.0
+
+    def outrun(self, source: _Place, n_bytes: int, seconds: float) -> None:
+        self.outran.append(source)
+
+    async def fetch(self, source: _Place, layer: int, experts: Any, missing: Any, keep: Any) -> None:
+        source.n_asked += 1
+        try:
+            if source.does == "trickle":
+                await source.may_go_on.wait()
+            elif source.does == "fail":
+                await asyncio.sleep(0)
+                return
+        except asyncio.CancelledError:
+            source.n_cancelled += 1
+            raise
+        for expert in experts:
+            if not self.store.has(layer, expert):
+                self.store.add(layer, expert, self.small.source.read_block(layer, expert))
+                keep((layer, expert))
+
+
+async def fetch_slowly(network: FakeNetwork, web: _SlowWeb, experts: ExpertSet = WANTED) -> None:
+    any_registry: Any = network
+    any_web: Any = web
+    async with asyncio.timeout(60):
+        await SliceFetcher(any_registry, any_registry, web.store, lambda *_: None, web=any_web).fetch(experts)
+    assert web.store.experts == experts
+
+
+async def test_what_a_server_trickles_is_asked_of_another_which_is_enough(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    slow, fast = _Place("slow", "trickle"), _Place("fast", "bring")
+    web = _SlowWeb(small, store, slow, fast)
+    await fetch_slowly(network, web)
+    assert set(map(id, web.outran)) == {id(slow)}
+    assert slow.n_cancelled == slow.n_asked
+    assert not network.blocks_asked(), "nodes are the last"
+
+
+async def test_where_the_web_has_nobody_else_nodes_give_what_a_server_trickles(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    web = _SlowWeb(small, store, _Place("slow", "trickle"))
+    await fetch_slowly(network, web)
+    assert Counter(network.blocks_asked()) == Counter(iter(WANTED))
+    assert web.outran
+    assert web.places[0].n_cancelled == web.places[0].n_asked
+
+
+async def test_a_slow_server_that_is_there_first_is_not_to_blame(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    slow, other = _Place("slow", "trickle"), _Place("other", "trickle")
+    web = _SlowWeb(small, store, slow, other)
+    fetching = asyncio.create_task(fetch_slowly(network, web, ExpertSet.of([0], [1, 2])))
+    await wait_until(lambda: other.n_asked == 1)
+    slow.may_go_on.set()
+    await fetching
+    assert web.outran == []
+    assert (slow.n_cancelled, other.n_cancelled) == (0, 1)
+
+
+async def test_a_slow_server_is_waited_for_where_others_fail_and_they_are_asked_again(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    slow, other = _Place("slow", "trickle"), _Place("other", "fail")
+    web = _SlowWeb(small, store, slow, other)
+    fetching = asyncio.create_task(fetch_slowly(network, web, ExpertSet.of([0], [1, 2])))
+    await wait_until(lambda: other.n_asked >= 3)
+    slow.may_go_on.set()
+    await fetching
+    assert (web.outran, slow.n_cancelled, slow.n_asked) == ([], 0, 1)
+
+
+async def test_a_server_that_gives_everything_in_one_reading_is_not_called_slow(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    slow, other = _Place("slow", "trickle"), _Place("other", "bring")
+    slow.has_ranges = False
+    web = _SlowWeb(small, store, slow, other)
+    fetching = asyncio.create_task(fetch_slowly(network, web, ExpertSet.of([0], [1, 2])))
+    await wait_until(lambda: slow.n_asked == 1)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert other.n_asked == 0
+    slow.may_go_on.set()
+    await fetching
+
+
+async def test_a_full_disk_ends_a_fetch_from_two_places_too(
+    network: FakeNetwork, small: SmallModel, store: BlockStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise UserError("cannot keep blocks")
+
+    monkeypatch.setattr(store, "add", full)
+    web = _SlowWeb(small, store, _Place("slow", "trickle"), _Place("fast", "bring"))
+    with pytest.raises(UserError, match="cannot keep"):
+        await fetch_slowly(network, web)
+    assert web.places[0].n_cancelled == web.places[0].n_asked
 
 
 async def test_a_busy_peer_cannot_have_itself_asked_without_a_pause(

@@ -20,6 +20,7 @@ from peer.receipts import (
     ReceiptBook,
     read_receipts,
 )
+from swarm import latest_file
 from swarm.errors import ConnectionLost, RemoteProtocolError
 from swarm.identity import Identity
 from swarm.ids import NodeId
@@ -46,6 +47,16 @@ def receipt(
     return sign_receipt(by, peer=peer, period=period, day=day, totals=totals)
 
 
+WAIT_S = 60.0  # for the thread that writes, on any machine
+
+
+def wait_saved(book: ReceiptBook) -> None:
+    """Save what has changed, and return when it is written."""
+    writing = book.save()
+    assert writing is not None
+    writing.result(WAIT_S)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "state" / "me.receipts"
@@ -55,7 +66,7 @@ def test_what_was_taken_is_there_after_a_restart(path: Path) -> None:
     book = ReceiptBook(path, ME)
     assert book.take(US.node_id, [receipt(5).text, receipt(7, day=TODAY - 1).text]) == 2
     assert book.take(OTHER.node_id, [receipt(11, by=OTHER).text]) == 1
-    book.save()
+    wait_saved(book)
     again = ReceiptBook(path, ME)
     assert again.totals() == Totals(n_rows=23, n_pairs=23, weight=23_000)
     assert again.totals(TODAY).n_pairs == 16
@@ -119,10 +130,12 @@ def test_a_full_disk_is_no_reason_to_end(
     book = ReceiptBook(path, ME)
     book.take(US.node_id, [receipt(5).text])
     with monkeypatch.context() as patch:
-        patch.setattr(module, "write_atomically", full)
-        book.save()
+        patch.setattr(latest_file, "write_atomically", full)
+        writing = book.save()
+        assert writing is not None
+        assert isinstance(writing.exception(WAIT_S), OSError)
     assert "No space left" in caplog.text
-    book.save()
+    wait_saved(book)
     assert ReceiptBook(path, ME).totals().n_pairs == 5, "it is tried again"
 
 
@@ -206,6 +219,7 @@ def test_a_backbone_is_asked_once_it_is_quiet_and_not_again_before_it_dispatches
     asking.time += max(QUIET_S, LEAST_ASK_S)
     asking.look()
     assert (backbone.n_asked, asking.collector.today().n_pairs) == (1, 5)
+    wait_saved(asking.book)
     assert ReceiptBook(path, ME).totals().n_pairs == 5, "kept at once"
     asking.time += 1000
     asking.look()
@@ -228,6 +242,13 @@ def test_who_leaves_asks_at_once() -> None:
     asking.collector.note(US.node_id)
     asking.look(is_last=True)
     assert (backbone.n_asked, asking.book.totals().n_pairs) == (1, 5)
+
+
+async def test_who_leaves_waits_until_the_last_ones_are_written(path: Path) -> None:
+    asking = Asking(FakeConnection(US.node_id, status(receipt(5))), path=path)
+    asking.collector.note(US.node_id)
+    await asking.collector.look(is_last=True)
+    assert ReceiptBook(path, ME).totals().n_pairs == 5
 
 
 def test_a_backbone_that_did_not_answer_is_asked_again() -> None:

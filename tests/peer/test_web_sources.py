@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 
 from peer import web_sources as module
-from peer.web_sources import MAX_FAILURES, MAX_STRIKES, WebSource, WebSources, web_sources
+from peer.web_sources import (
+    MAX_FAILURES,
+    MAX_STRIKES,
+    SLOW_S,
+    SLOWER,
+    USUAL_BYTES_S,
+    WebSource,
+    WebSources,
+    web_sources,
+)
 from swarm.errors import IntegrityError, NetworkError, Overloaded, RemoteProtocolError, SourceUnusable, SwarmError
 from swarm.model.block_store import BlockStore
 from swarm.model.manifest import Manifest
@@ -94,6 +103,35 @@ async def test_each_is_measured_once_and_then_the_fastest_is_asked(stage: Stage)
     assert stage.all.best() is three
     stage.now += 100
     assert stage.all.best() is two
+
+
+async def test_patience_follows_the_fastest_other_within_reason(stage: Stage) -> None:
+    one, two, three = stage.sources
+    n_bytes = 16_000_000
+    assert stage.all.patience_s(one, n_bytes) == n_bytes / USUAL_BYTES_S
+    assert stage.all.patience_s(one, 1) == SLOW_S
+    one.rate_bytes_s = 1e9
+    assert stage.all.patience_s(one, n_bytes) == n_bytes / USUAL_BYTES_S, "its own past is no excuse, nor a measure"
+    two.rate_bytes_s, three.rate_bytes_s = 1e6, 2e6
+    assert stage.all.patience_s(one, n_bytes) == SLOWER * 8.0
+    three.failed(SourceUnusable("not there"), stage.now)
+    assert stage.all.patience_s(one, n_bytes) == SLOWER * 16.0
+
+
+async def test_who_is_outrun_rests_and_is_slower_than_others_from_then_on(stage: Stage) -> None:
+    one, two, three = stage.sources
+    one.rate_bytes_s, two.rate_bytes_s, three.rate_bytes_s = 1e6, 5e5, 4e5
+    assert stage.all.best() is one
+    assert stage.all.best(but=one) is two
+    stage.all.outrun(one, 1_000_000, 10.0)
+    assert stage.all.best() is two
+    stage.now = one.rests_until
+    assert stage.all.best() is two, "100 kB/s at most"
+    assert "slower" in str(stage.all.error)
+    for _ in range(MAX_FAILURES - 1):
+        stage.now = one.rests_until
+        stage.all.outrun(one, 1_000_000, 10.0)
+    assert one.is_dead
 
 
 async def test_who_gives_no_parts_is_asked_last(stage: Stage) -> None:

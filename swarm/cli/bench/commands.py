@@ -14,6 +14,7 @@ COMMANDS = {
     "bytes": ("swarm.cli.bench.wire_bytes", "wire_bytes"),
     "transport": ("swarm.cli.bench.transport", "transport"),
     "links": ("swarm.cli.bench.links", "links"),
+    "overhead": ("swarm.cli.bench.overhead", "overhead"),
     "sweep": ("swarm.cli.bench.sweep", "sweep"),
     "experts": ("swarm.cli.bench.experts", "experts"),
     "gateway": ("swarm.cli.bench.gateway", "gateway"),

@@ -53,6 +53,11 @@ async def test_without_drafts_every_token_costs_its_round_trips() -> None:
     assert figures["accept_length"] == 1.0
     assert figures["round_trips_per_token"] == N_LAYERS
     assert "draft_speedup" not in figures
+    bridge = figures["bridge"]
+    assert 0 < bridge["to_loop_s"] < figures["step_s"]
+    assert 0 < bridge["waited_share"] <= 1
+    assert bridge["loop_wakeups_per_layer"] > 0
+    assert bridge["engine_wakeups_per_layer"] > 0
     json.dumps(figures)
 
 

@@ -13,6 +13,7 @@ KEYS = [
     "bytes_out_per_token_layer",
     "bytes_back_per_token_layer",
     "bytes_all_destinations",
+    "bytes_by_path",
     "destinations_per_token",
     "repair_bytes",
     "rtt_s",
@@ -38,6 +39,7 @@ async def test_the_bytes_of_one_destination_are_those_of_the_codecs_and_little_m
     assert [key for key in KEYS if key not in figures] == []
     assert figures["destinations_per_token"] == 1
     assert figures["transport"] == "aioquic"
+    assert list(figures["bytes_by_path"]) == ["direct"]
     # One row of D=3072: Q8_0 out (3264 bytes, 8 ids and weights, a count), INT8 back (3168 bytes).
     assert figures["payload_out"] == 3264 + 8 * 6 + 1
     assert figures["payload_back"] == 3168
@@ -70,5 +72,10 @@ async def test_with_link_auto_every_peer_is_reached_over_tls(tmp_path: Path) -> 
     figures = json.loads(out)
     assert (figures["link"], figures["n_tls_links"]) == ("auto", 2)
     assert figures["destinations_per_token"] == 2
-    # QUIC's bytes are pings, the registry's, and dispatches before the links were open.
-    assert figures["bytes_out_per_token_layer"] < figures["payload_out"] / 2
+    by_path = figures["bytes_by_path"]
+    over_links = {way: sum(by_path.get(kind, {way: 0.0})[way] for kind in ("tls", "unix")) for way in ("out", "back")}
+    for way in ("out", "back"):  # each destination's row, and its heads, in a TLS record
+        assert figures[f"payload_{way}"] < over_links[way] < figures[f"payload_{way}"] + 200
+        assert figures[f"bytes_{way}_per_token_layer"] == pytest.approx(sum(each[way] for each in by_path.values()))
+    # QUIC's bytes are pings, the registry's, and what was asked of it as well because it was late.
+    assert by_path["direct"]["out"] < figures["payload_out"] / 2

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from swarm.errors import ConnectionLost
 from swarm.net.connection import Connection
 from swarm.net.fast_links import FastLinks
 from swarm.net.tls_link import TlsLink
@@ -168,6 +169,29 @@ async def test_a_path_that_is_no_longer_short_and_direct_closes_it(why: str, mon
         assert links.best(SERVER.node_id, w.connection) is None
         assert not link.is_open
         assert value(await ask(links, w.connection)) == 1.0
+
+
+@pytest.mark.parametrize("who", ["client", "server"])
+async def test_a_connection_that_ends_takes_its_link_along_and_what_waits_there(who: str) -> None:
+    """Who is given up, bars us or rests closes the connection: nothing may still come by another door."""
+    clock, handler = Clock(), Handler()
+    async with world(handler) as w, fast_links(clock) as links:
+        link = await opened(links, w, clock)
+        handler.gate.clear()
+        answer = ask(links, w.connection)
+        await until(lambda: handler.n_asked == 1)
+        if who == "client":
+            w.connection.close()
+            assert not link.is_open
+        else:
+            (accepted,) = w.server.open_connections()
+            accepted.close()
+        with pytest.raises(ConnectionLost):
+            await answer
+        assert not link.is_open
+        await until(lambda: w.listener.n_links == 0)
+        await until(lambda: handler.n_cancelled == 1)
+        assert links.n_open == 0
 
 
 async def test_a_node_without_a_listener_is_reached_over_quic_alone() -> None:

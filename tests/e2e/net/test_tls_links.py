@@ -14,9 +14,11 @@ import pytest
 
 from swarm.errors import ConnectionLost, IdentityMismatch, NetworkError, RemoteProtocolError, RemoteRefused
 from swarm.identity import Identity
+from swarm.net.byte_counts import PathKind, tls_bytes
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.serving import Handler as ServingHandler
+from swarm.net.tcp_losses import payload
 from swarm.net.tls_link import TlsLink
 from swarm.net.tls_links import MAX_HANDSHAKES, TlsListener, client_context, dial_tls, unix_name
 from swarm.net.tls_records import RecordKind, encode_record
@@ -54,7 +56,7 @@ class World:
 
     async def dial(self, *, by_unix: bool = False) -> TlsLink:
         where = unix_name(SERVER.node_id) if by_unix else self.address
-        return await dial_tls(CLIENT, where, expected=SERVER.node_id)
+        return await dial_tls(CLIENT, where, expected=SERVER.node_id, counts=self.client.counts)
 
 
 class Handler:
@@ -332,12 +334,59 @@ async def test_hosts_that_never_finish_their_handshakes_are_bounded_and_given_up
         link.close()
 
 
-async def test_its_bytes_count_with_the_server_s_others() -> None:
+@pytest.mark.parametrize("by_unix", [False, True])
+async def test_its_bytes_count_with_both_sides_others(by_unix: bool) -> None:
     """Caps on traffic and what is shown of it are the endpoint's counters."""
+    kind = PathKind.UNIX if by_unix else PathKind.TLS
     async with world(Handler()) as w:
-        link = await w.dial()
-        sent, received = w.server.bytes_sent, w.server.bytes_received
+        link = await w.dial(by_unix=by_unix)
+        before = [(each.bytes_sent, each.bytes_received) for each in (w.client, w.server)]
+        direct = w.client.counts.now().by_kind[PathKind.DIRECT]
         await link.request(dispatch(10_000), timeout_s=TIMEOUT_S)
-        assert w.server.bytes_sent - sent >= 40_000
-        assert w.server.bytes_received - received >= 40_000
+        for each, (sent, received) in zip((w.client, w.server), before, strict=True):
+            assert 40_000 < each.bytes_sent - sent < 41_000
+            assert 40_000 < each.bytes_received - received < 41_000
+            assert each.counts.links(kind).sent > 40_000
+        assert (w.client.counts.now().by_kind[PathKind.DIRECT] - direct).sent < 1000
+        moved = w.client.counts.links()
         link.close()
+        after = w.client.counts.links()
+        assert (after.sent >= moved.sent, after.received) == (True, moved.received), "what has ended still counts"
+        await until(lambda: w.listener.n_links == 0)
+        assert w.server.counts.links(kind).sent > 40_000
+
+
+async def what_was_written_is_what_arrives(w: World) -> None:
+    """Compare what a link says where no kernel tells with what the other side's kernel has received."""
+    link = await w.dial()
+    (accepted,) = w.listener._links
+    assert accepted._socket is not None
+
+    def written() -> int:
+        return tls_bytes(link.bytes_sent, link._n_tls_sent)
+
+    arrived, before = payload(accepted._socket), written()
+    if arrived is None:
+        pytest.skip("no kernel tells")
+    for n_embd in (1, 64, 4095, 4096, 5000, 200_000):
+        await link.request(dispatch(n_embd), timeout_s=TIMEOUT_S)
+    now = payload(accepted._socket)
+    assert now is not None
+    assert now[1] - arrived[1] == written() - before
+    assert link.wire_bytes().sent >= now[1], "the handshake too"
+    link.close()
+
+
+async def test_what_tls_adds_to_what_is_written_is_known() -> None:
+    async with world(Handler()) as w:
+        await what_was_written_is_what_arrives(w)
+
+
+def test_what_tls_adds_is_known_on_uvloop_as_programs_run() -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def main() -> None:
+        async with world(Handler()) as w:
+            await what_was_written_is_what_arrives(w)
+
+    uvloop.run(main())

@@ -40,6 +40,19 @@ async def rows_done(client: aiohttp.ClientSession, url: str) -> float:
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("swarm_rows_total "))
 
 
+async def received(client: aiohttp.ClientSession, url: str, *paths: str) -> float:
+    """Return the bytes that came to a backbone so far on these kinds of path."""
+    async with client.get(url.removesuffix("/v1") + "/metrics") as answer:
+        text = await answer.text()
+    return sum(
+        float(line.split()[1])
+        for line in text.splitlines()
+        if line.startswith("swarm_network_bytes_total{")
+        and 'direction="back"' in line
+        and any(f'path="{path}"' in line for path in paths)
+    )
+
+
 async def ask(client: aiohttp.ClientSession, url: str, rng: random.Random) -> bool:
     """Have a prompt read that nobody has sent before; return whether it was answered."""
     prompt = " ".join(rng.choice(("json", "module", "the", "thread", "import", "object")) for _ in range(200))
@@ -50,8 +63,8 @@ async def ask(client: aiohttp.ClientSession, url: str, rng: random.Random) -> bo
 
 async def measured(folder: Path, model: Path, cap_bytes_s: int, seconds: float) -> Measured:
     async with LocalSwarm(folder) as swarm, EmulatedPaths() as hub, aiohttp.ClientSession() as client:
-        # One lane: two that compete for a capped peer which alone has its experts can keep each other away until one gives up.
-        backbone = await swarm.start_backbone(model, "--prefix-cache", "0B", "--lanes", "1")
+        # QUIC alone: what goes over a TLS link on one host does not pass the emulator.
+        backbone = await swarm.start_backbone(model, "--prefix-cache", "0B", "--no-tls-links")
         url = backbone.ready["url"]
         port = free_port()
         front = await hub.front(spec=PathSpec(), to=("127.0.0.1", port))
@@ -98,3 +111,36 @@ async def test_a_cap_holds_over_a_minute_and_the_swarms_speed_follows_it(tmp_pat
         assert result.n_failed == 0
         found.append(result)
     assert found[1].rows_s / found[0].rows_s == pytest.approx(CAPS_BYTES_S[1] / CAPS_BYTES_S[0], rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+async def test_a_cap_holds_over_tls_links_too(tmp_path: Path, tiny_moe: Path) -> None:
+    """One peer has all experts; what it sent is what its backbone received, by the backbone's own count."""
+    cap = CAPS_BYTES_S[0]
+    async with LocalSwarm(tmp_path) as swarm, aiohttp.ClientSession() as client:
+        backbone = await swarm.start_backbone(tiny_moe / "model-Q4_K_M.gguf", "--prefix-cache", "0B")
+        url = backbone.ready["url"]
+        await swarm.add_peer(range(32), "--max-upload", f"{cap}B")
+        await wait_healthy(url)
+        is_over = False
+
+        async def load(number: int) -> None:
+            rng = random.Random(number)
+            while not is_over:
+                await ask(client, url, rng)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(N_CLIENTS):
+                tasks.create_task(load(number))
+            await asyncio.sleep(WARM_UP_S)
+            began, before = time.monotonic(), await received(client, url, "direct", "tls", "unix")
+            over_links = await received(client, url, "tls", "unix")
+            await asyncio.sleep(MINUTE_S)
+            took_s = time.monotonic() - began
+            sent = await received(client, url, "direct", "tls", "unix") - before
+            over_links = await received(client, url, "tls", "unix") - over_links
+            is_over = True
+        print(f"cap {cap} bytes/s: sent {sent / took_s:.0f}/s, {over_links / sent:.3f} of it over links")
+        assert over_links > 0.5 * sent
+        assert 0.85 * cap <= sent / took_s <= 1.05 * cap

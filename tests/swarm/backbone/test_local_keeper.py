@@ -120,7 +120,7 @@ async def test_it_follows_as_popularity_moves_but_not_for_noise(bench: Bench) ->
 async def test_a_restart_knows_what_was_popular(bench: Bench) -> None:
     bench.route((5, 6, 7, 8))
     await bench.keeper.look()
-    bench.keeper.save()
+    bench.keeper.save().result(60)
     bench.local.close()
     bench.open(fetches=True)
     assert await bench.keeper.look()
@@ -129,7 +129,7 @@ async def test_a_restart_knows_what_was_popular(bench: Bench) -> None:
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\x00"])
 async def test_a_damaged_state_is_as_good_as_none(bench: Bench, damage: bytes) -> None:
-    bench.keeper.save()
+    bench.keeper.save().result(60)
     (path,) = bench.state.iterdir()
     path.write_bytes(damage)
     bench.local.close()

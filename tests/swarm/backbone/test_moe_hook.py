@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -362,3 +363,52 @@ def test_without_overlap_it_waits_at_the_experts_output(tiny: SplitModel, expert
             context.decode(TOKENS, first_position=0, logits="all")
             assert hook.take_error() is None
             assert all(log[log.index(f"wait-{layer}") - 1] == f"ffn_moe_out-{layer}" for layer in range(6))
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "qwen3moe"])
+def test_a_graph_that_runs_again_is_read_and_written_where_it_lies_and_says_the_same(
+    open_model: Callable[[str], SplitModel], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = open_model(name)
+    experts = LocalExperts(model)
+    n_read = 0
+
+    def counting(tensor: int) -> npt.NDArray[Any]:
+        nonlocal n_read
+        n_read += 1
+        return read_tensor(tensor)
+
+    def elsewhere(tensor: int) -> npt.NDArray[Any]:
+        raise EngineError("in a device's memory")
+
+    def run_through(run: Hooked) -> list[Rows]:
+        """A prompt, some tokens, a longer step in between, and tokens again."""
+        rows, at = [], 0
+        for n in (20, 1, 1, 1, 5, 1, 1, 1, 1):
+            before = n_read
+            rows.append(run.decode(TOKENS[at : at + n], at))
+            at += n
+            reads.append(n_read - before)
+            assert run.hook.take_error(has_run=True) is None
+        return rows
+
+    monkeypatch.setattr("swarm.backbone.moe_hook.read_tensor", counting)
+    reads: list[int] = []
+    with hooked(model, experts) as run:
+        in_place = run_through(run)
+    places, calls = list(reads), list(experts.calls)
+    experts.reset()
+    reads.clear()
+    monkeypatch.setattr("swarm.backbone.moe_hook.view_tensor", elsewhere)
+    with hooked(model, experts) as run:
+        copied = run_through(run)
+    for one, other in zip(in_place, copied, strict=True):
+        np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
+    for call, again in zip(calls, experts.calls, strict=True):  # what was given is not the graph's memory: it stays
+        np.testing.assert_array_equal(call.x.view(np.uint32), again.x.view(np.uint32))
+        np.testing.assert_array_equal(call.ids, again.ids)
+        np.testing.assert_array_equal(call.weights.view(np.uint32), again.weights.view(np.uint32))
+    each = 3 * len(model.spec.moe_layers)
+    assert set(reads) == {each}
+    assert places[0] == places[1] == places[4] == places[5] == each  # graphs of another shape are new ones
+    assert places[3] == places[7] == places[8] == 0

@@ -26,6 +26,7 @@ def report(**fields: Any) -> PeerReport:
         "n_in_line": 2,
         "bytes_sent": 5_000_000,
         "bytes_received": 6_000_000,
+        "bytes_by_path": {"direct": (4_000_000, 5_000_000), "tls": (1_000_000, 1_000_000)},
         "scarcity": Scarcity(n_blocks=48, n_alone=12, n_others_least=0, n_others_most=3),
         "points": 7.25,
     }

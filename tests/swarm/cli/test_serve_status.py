@@ -18,6 +18,7 @@ def lines(**fields: Any) -> list[str]:
         "n_slots": 4,
         "n_direct": 2,
         "n_relayed": 1,
+        "n_by_tls": 0,
         "n_missing": 0,
         "n_experts": 192,
         "n_audits": 1200,
@@ -46,6 +47,11 @@ def test_missing_experts_are_counted() -> None:
 )
 def test_alarms_of_audits_are_named(fields: dict[str, Any], end: str) -> None:
     assert lines(**fields)[1].endswith(end)
+
+
+def test_peers_that_dispatches_reach_over_tls_are_counted() -> None:
+    assert lines(n_by_tls=2)[1].startswith("3 peers (2 by TLS, 1 by relay); ")
+    assert lines(n_by_tls=1, n_relayed=0)[1].startswith("2 peers (1 by TLS); ")
 
 
 def test_one_peer_that_is_reached_directly() -> None:

@@ -8,6 +8,7 @@ import pytest
 from swarm.dispatch.attempts import (
     BUSY_PATIENCE_S,
     HEDGE_BURST,
+    LOOK_S,
     RESEND_S,
     AttemptStats,
     HedgeBudget,
@@ -16,6 +17,7 @@ from swarm.dispatch.attempts import (
 )
 from swarm.dispatch.plan import HERE, Batch, part_of, plan_dispatch
 from swarm.dispatch.service_time import ServiceTimes
+from swarm.dispatch.turns import Turns
 from swarm.errors import ConnectionLost, DeadlineExceeded, Overloaded
 from swarm.ids import NodeId
 
@@ -31,7 +33,13 @@ class Case:
     """Two batches, for A and for B; C holds all, A and B hold each other's as `others` says."""
 
     def __init__(
-        self, *, others: dict[NodeId, list[NodeId]] | None, has_local: bool = False, split: bool = False
+        self,
+        *,
+        others: dict[NodeId, list[NodeId]] | None,
+        has_local: bool = False,
+        split: bool = False,
+        turns: Turns | None = None,
+        now: float = NOW,
     ) -> None:
         self.times = ServiceTimes()
         for node in NODES:
@@ -55,8 +63,14 @@ class Case:
             has_local=(lambda batch: True) if has_local else None,
             budget=self.budget,
             stats=self.stats,
+            turns=turns,
         )
-        self.orders = self.attempts.begin(NOW)
+        self.n_told = 0  # times that others' turns have changed something for this layer
+        self.attempts.on_turn = self._told
+        self.orders = self.attempts.begin(now)
+
+    def _told(self) -> None:
+        self.n_told += 1
 
     def _find(self, batch: Batch, tried: set[NodeId], now: float) -> list[tuple[NodeId, Batch]] | None:
         if self.others is None:
@@ -382,3 +396,197 @@ def test_own_experts_that_fail_end_the_layer() -> None:
     assert case.attempts.failed(local, LOST, NOW) == []
     assert case.attempts.error is not None
     assert "this process failed" in str(case.attempts.error)
+
+
+# Several layers, and a peer that is only busy
+
+
+NOBODY_ELSE: dict[NodeId, list[NodeId]] = {A: [], B: []}
+
+
+def waiting_for_b(turns: Turns, hint_s: float = 0.5) -> Case:
+    """Return a layer that B has refused, and that nobody else can help."""
+    case = Case(others={A: [], B: []}, turns=turns)
+    assert nodes(case.orders) == ([A, B] if B not in turns.lines else [A])
+    if len(case.orders) == 2:
+        assert case.attempts.failed(case.orders[1], BUSY, NOW, retry_after_s=hint_s) == []
+    case.attempts.answered(case.orders[0])
+    return case
+
+
+def answer(case: Case, order: Order, now: float) -> None:
+    case.attempts.answered(order)
+    case.attempts.settled(order, now)
+
+
+def test_a_layer_does_not_ask_a_peer_for_which_another_waits_until_that_is_taken() -> None:
+    turns = Turns()
+    first, second = waiting_for_b(turns), waiting_for_b(turns)
+    assert second.orders == [second.orders[0]], "A alone is asked: nobody waits for it"
+    assert second.attempts.handle_timeout(NOW + 0.49) == []
+    [again] = first.attempts.handle_timeout(NOW + 0.5)
+    assert second.attempts.handle_timeout(NOW + 0.51) == []
+    answer(first, again, NOW + 0.6)
+    assert first.winners == [A, B]
+    assert second.n_told
+    assert second.attempts.next_deadline() == NOW + 0.6
+    [order] = second.attempts.handle_timeout(NOW + 0.6)
+    assert (order.node, order.sent_at, second.stats.n_busy) == (B, NOW + 0.6, 1)
+    answer(second, order, NOW + 0.7)
+    assert not turns.lines
+
+
+def test_who_is_refused_at_its_turn_stays_first() -> None:
+    turns = Turns()
+    first, second = waiting_for_b(turns), waiting_for_b(turns)
+    [again] = first.attempts.handle_timeout(NOW + 0.5)
+    assert first.attempts.failed(again, BUSY, NOW + 0.6, retry_after_s=0.3) == []
+    assert second.attempts.handle_timeout(NOW + 0.7) == []
+    assert first.attempts.handle_timeout(NOW + 0.89) == []
+    assert first.attempts.handle_timeout(NOW + 0.9) == [again]
+
+
+def test_behind_a_line_a_batch_goes_to_a_replica_at_once() -> None:
+    turns = Turns()
+    waiting_for_b(turns, hint_s=5.0)
+    case = Case(others={A: [], B: [C]}, turns=turns)
+    assert nodes(case.orders) == [A, C]
+
+
+def test_behind_a_line_own_experts_step_in_at_once() -> None:
+    turns = Turns()
+    waiting_for_b(turns, hint_s=5.0)
+    case = Case(others={A: [], B: []}, has_local=True, turns=turns)
+    assert nodes(case.orders) == [A, HERE]
+
+
+def test_a_wait_in_line_ends_with_the_layers_patience_and_says_why() -> None:
+    turns = Turns()
+    first, second = waiting_for_b(turns), waiting_for_b(turns)
+    now = NOW
+    while first.attempts.error is None:
+        now, new = first.wait()
+        for order in new:
+            first.attempts.failed(order, BUSY, now + 0.001, retry_after_s=5.0)
+    assert now == NOW + BUSY_PATIENCE_S
+    assert "full" in str(first.attempts.error)
+    first.attempts.end(now)
+    [last] = second.attempts.handle_timeout(now)  # its turn, and its last
+    assert second.attempts.failed(last, BUSY, now + 0.1, retry_after_s=0.1) == []
+    assert second.attempts.error is not None
+    second.attempts.end(now)
+    assert not turns.lines
+
+
+def test_one_that_never_asked_gives_up_with_its_patience_too() -> None:
+    turns = Turns()
+    first = waiting_for_b(turns)
+    second = Case(others={A: [], B: []}, turns=turns, now=NOW + 0.1)
+    [again] = first.attempts.handle_timeout(NOW + 0.5)
+    first.attempts.failed(again, BUSY, NOW + 0.6, retry_after_s=100.0)
+    while second.attempts.error is None:
+        now, new = second.wait()
+        assert not new
+    assert now == NOW + 0.1 + BUSY_PATIENCE_S
+    assert "others of this backbone wait" in str(second.attempts.error)
+
+
+def test_patience_begins_anew_with_each_answer_of_a_busy_peer() -> None:
+    case = Case(others={A: [], B: []})
+    busy = [case.attempts.failed(order, BUSY, NOW, retry_after_s=1.0) for order in case.orders]
+    assert busy == [[], []]
+    first, second = case.orders
+    assert case.attempts.handle_timeout(NOW + 1) == [first, second]
+    assert case.attempts.failed(second, BUSY, NOW + 1, retry_after_s=1.0) == []
+    answer(case, first, NOW + 20)
+    while case.attempts.error is None:
+        now, new = case.wait()
+        for order in new:
+            case.attempts.failed(order, BUSY, now, retry_after_s=5.0)
+    assert now == NOW + 20 + BUSY_PATIENCE_S
+
+
+def test_when_the_first_in_line_is_cancelled_the_next_asks() -> None:
+    turns = Turns()
+    first, second = waiting_for_b(turns, hint_s=5.0), waiting_for_b(turns)
+    first.attempts.end(NOW + 0.1)
+    assert second.n_told
+    assert nodes(second.attempts.handle_timeout(NOW + 0.1)) == [B]
+
+
+def test_a_holder_that_comes_while_a_layer_waits_is_asked() -> None:
+    turns = Turns()
+    waiting_for_b(turns, hint_s=5.0)
+    case = waiting_for_b(turns)
+    assert case.others is not None
+    case.others[B].append(C)
+    at, new = case.wait_for_orders()
+    assert nodes(new) == [C]
+    assert at <= NOW + LOOK_S
+    answer(case, new[0], at)
+    assert case.winners == [A, C]
+
+
+def test_when_that_holder_is_lost_the_busy_peer_is_asked_when_it_said() -> None:
+    turns = Turns()
+    case = waiting_for_b(turns)
+    [again] = case.attempts.handle_timeout(NOW + 0.5)
+    assert case.others is not None
+    case.others[B].append(C)
+    [instead] = case.attempts.failed(again, BUSY, NOW + 0.6, retry_after_s=0.3)
+    assert instead.node == C
+    assert not turns.lines
+    assert case.attempts.failed(instead, LOST, NOW + 0.7) == []
+    assert case.attempts.handle_timeout(NOW + 0.8) == []
+    assert case.attempts.handle_timeout(NOW + 0.9) == [again]
+
+
+def test_who_passes_a_line_and_is_refused_has_its_own_experts_asked() -> None:
+    turns = Turns()
+    turns.wait("huge", B, NOW + 5, NOW, flow="huge", size=1000, since=NOW, wake=lambda now: None)
+    case = Case(others={A: [], B: []}, has_local=True, turns=turns)
+    assert nodes(case.orders) == [A, B], "smaller than what waits"
+    assert nodes(case.attempts.failed(case.orders[1], BUSY, NOW + 0.01, retry_after_s=0.2)) == [HERE]
+    turns.leave("huge", NOW + 0.02)
+    assert not turns.lines
+
+
+def test_when_a_peer_is_lost_those_who_wait_for_it_need_not_wait_for_each_other() -> None:
+    turns = Turns()
+    cases = [waiting_for_b(turns) for _ in range(3)]
+    [again] = cases[0].attempts.handle_timeout(NOW + 0.5)
+    cases[0].attempts.failed(again, LOST, NOW + 0.6)
+    assert cases[0].attempts.error is not None
+    assert not turns.lines
+    for case in cases[1:]:
+        assert case.n_told
+        assert nodes(case.attempts.handle_timeout(NOW + 0.6)) == [B]
+
+
+def test_a_batch_that_another_has_answered_holds_no_place() -> None:
+    turns = Turns()
+    case = Case(others={A: [], B: [C]}, turns=turns)
+    hedged_at, [hedge] = case.wait()
+    assert case.attempts.failed(hedge, BUSY, hedged_at + 0.001, retry_after_s=5.0) == []
+    case.attempts.answered(case.orders[0])
+    case.wait_for_orders()  # B is overdue: C, in a line
+    turns.wait("other", C, NOW + 9, NOW + 2, flow="other", size=1000, since=NOW, wake=lambda now: None)
+    assert case.orders[1].batch is case.batches[1]
+    answer(case, case.orders[1], NOW + 3)
+    assert case.winners == [A, B]
+    assert turns.has("other")
+    turns.leave("other", NOW + 3)
+    assert not turns.lines
+
+
+def test_the_parts_of_a_split_batch_leave_their_lines_when_it_is_given_up() -> None:
+    turns = Turns()
+    case = Case(others={A: [], B: [A, C]}, split=True, turns=turns)
+    case.attempts.answered(case.orders[0])
+    at, parts = case.wait()  # a hedge, in parts
+    assert nodes(parts) == [A, C]
+    case.attempts.failed(parts[0], BUSY, at, retry_after_s=1.0)
+    case.attempts.failed(parts[1], LOST, at)
+    assert not turns.lines
+    answer(case, case.orders[1], at + 1)
+    assert case.winners == [A, B]

@@ -923,6 +923,93 @@ def test_a_busy_peer_without_a_replica_is_asked_again() -> None:
     virtual_time.run(main())
 
 
+class Capped:
+    """A peer's cap on what it sends, in rows a second, half a second of which can be saved up."""
+
+    def __init__(self, rows_per_s: float) -> None:
+        self.rows_per_s = rows_per_s
+        self.level, self.at, self.n_refused = rows_per_s / 2, now(), 0
+
+    def __call__(self, request: m.Dispatch) -> m.Response:
+        n_rows = len(request.row_counts)
+        self.level = min(self.rows_per_s / 2, self.level + (now() - self.at) * self.rows_per_s)
+        self.at = now()
+        if self.level < min(n_rows, self.rows_per_s / 2):
+            self.n_refused += 1
+            missing = min(n_rows, self.rows_per_s / 2) - self.level
+            raise Overloaded("used up", retry_after_s=missing / self.rows_per_s + 1e-6)
+        self.level -= n_rows
+        return compute(request)
+
+
+def test_lanes_that_share_a_capped_peer_without_a_replica_all_get_their_turn() -> None:
+    """Without an order 30 of 3,051 layers waited for 30 s and failed, in a run of 300 s like this."""
+
+    async def main() -> None:
+        async with star(F32) as it:
+            it.answer_of[B] = cap = Capped(100)
+            longest_s = 0.0
+
+            async def lane(number: int) -> None:
+                nonlocal longest_s
+                for seed in range(20):
+                    began = now()
+                    await it.dispatcher.dispatch(2, *choice(16, seed * 8 + number))
+                    longest_s = max(longest_s, now() - began)
+
+            await asyncio.gather(*[lane(number) for number in range(8)])
+            assert cap.n_refused > 20
+            assert longest_s <= 2 * 8 * 16 / 100, "a turn of each of the others, and as much for what their turns cost"
+            assert not it.dispatcher.turns.lines
+
+    virtual_time.run(main())
+
+
+def test_a_short_dispatch_waits_for_one_chunk_of_a_long_one_at_most() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            chunked(it)
+            it.answer_of[B] = Capped(100)
+            long = asyncio.create_task(it.dispatcher.dispatch(2, *choice(200)))
+            await asyncio.sleep(0.05)
+            for seed in range(5):
+                began = now()
+                x, ids, weights = choice(1, seed)
+                ids[0, 0] = 5  # one of B's
+                await it.dispatcher.dispatch(1, x, ids, weights)
+                assert now() - began < 1.0
+            assert not long.done()
+            await long
+
+    virtual_time.run(main())
+
+
+def test_a_cancelled_dispatch_holds_nobody_up_at_a_busy_peer() -> None:
+    async def main() -> None:
+        async with star() as it:
+
+            def busy(request: m.Dispatch) -> m.Response:
+                raise Overloaded("full", retry_after_s=5.0)
+
+            it.answer_of[B] = busy
+            first = asyncio.create_task(it.dispatcher.dispatch(2, *choice(20)))
+            await asyncio.sleep(0.1)
+            del it.answer_of[B]
+            second = asyncio.create_task(it.dispatcher.dispatch(2, *choice(20, 7)))
+            await asyncio.sleep(0.1)
+            assert it.network.count("request", B) == 1, "behind the first"
+            first.cancel()
+            began = now()
+            out = await second
+            assert out.tobytes() == in_llama_order(2, *choice(20, 7)).tobytes()
+            assert now() - began < 0.05
+            assert not it.dispatcher.turns.lines
+            with pytest.raises(asyncio.CancelledError):
+                await first
+
+    virtual_time.run(main())
+
+
 def test_cancelling_a_dispatch_with_hedges_leaves_nothing_behind() -> None:
     async def main() -> None:
         async with twice() as it:
@@ -1220,6 +1307,27 @@ def test_a_dispatch_goes_over_the_link_there_is_and_over_quic_where_that_has_jus
             assert out.tobytes() == in_llama_order(1, x, ids, weights).tobytes()
             assert links.n_started == 1
             assert sorted(node.raw for node, _ in it.seen) == sorted(node.raw for node in (A, B, C))
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("nodes", [(), (B,), (A, B, C)])
+def test_quic_s_socket_is_watched_unless_every_answer_comes_over_tls(nodes: tuple[NodeId, ...]) -> None:
+    class Links:
+        def link(self, node: NodeId) -> object | None:
+            return self if node in nodes else None
+
+        def best(self, node: NodeId, connection: object) -> None:
+            return None
+
+    async def main() -> None:
+        async with star(F32) as it:
+            readiness = FakeReadiness()
+            it.dispatcher.readiness = cast(Readiness, readiness)
+            it.dispatcher.links = cast(FastLinks, Links())
+            await it.dispatcher.dispatch(1, *choice(1))
+            assert {node for node, _ in it.seen} >= {A, C}
+            assert bool(readiness.told) == (len(nodes) < 3)
 
     virtual_time.run(main())
 

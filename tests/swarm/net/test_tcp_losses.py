@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swarm.net.tcp_losses import packets
+from swarm.net.tcp_losses import packets, payload
 
 
 class Told:
@@ -17,9 +17,9 @@ class Told:
     def __init__(self, size: int = 280, **values: int) -> None:
         info = bytearray(280)
         for name, value in values.items():
-            struct.pack_into(
-                "=I", info, {"retrans": 100, "out": 136, "into": 140, "dups": 216, "ooo": 224}[name], value
-            )
+            is_long = name in ("sent", "received")
+            at = {"retrans": 100, "received": 128, "out": 136, "into": 140, "sent": 200, "dups": 216, "ooo": 224}[name]
+            struct.pack_into("=Q" if is_long else "=I", info, at, value)
         self.info = bytes(info[:size])
 
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
@@ -42,9 +42,15 @@ def test_what_was_sent_again_in_vain_does_not() -> None:
 
 def test_an_old_kernel_tells_nothing() -> None:
     assert packets(Told(size=192)) is None
+    assert payload(Told(size=192)) is None
+
+
+def test_bytes_are_those_sent_and_received_above_four_gigabytes_too() -> None:
+    assert payload(Told(sent=5 << 30, received=7)) == (5 << 30, 7)
 
 
 def test_a_unix_socket_loses_nothing_and_says_nothing() -> None:
     one, other = socket.socketpair()
     with one, other:
         assert packets(one) is None
+        assert payload(one) is None

@@ -25,6 +25,7 @@ GOLDEN = [
     (Record(6, RecordKind.RESET), "0600000002000000"),
     (Record(7, RecordKind.PING), "0700000003000000"),
     (Record(7, RecordKind.PONG), "0700000004000000"),
+    (Record(8, RecordKind.COPY), "0800000005000000"),
 ]
 
 
@@ -67,7 +68,7 @@ def test_a_size_is_judged_on_the_head_before_the_data_is_there() -> None:
         RecordReader().feed(bytes(4) + b"\3" + b"\1\0\0")
 
 
-@pytest.mark.parametrize("code", [5, 0x80, 0xFF])
+@pytest.mark.parametrize("code", [6, 0x80, 0xFF])
 def test_an_unknown_kind_is_refused(code: int) -> None:
     with pytest.raises(RemoteProtocolError, match=f"0x{code:02x}"):
         RecordReader().feed(bytes(4) + bytes([code]) + bytes(3))

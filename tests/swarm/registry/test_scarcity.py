@@ -21,6 +21,8 @@ from swarm.registry.scarcity import (
     MOVE_GAIN,
     MOVE_PAUSE_S,
     NO_CAPACITY,
+    ONE_HOLDER,
+    Pool,
     capacity,
     choose_slice,
     demand,
@@ -176,6 +178,43 @@ def test_a_choice_fits_its_budget_is_the_scarcest_and_always_the_same(seed: int,
     taken = [scarce[rows[layer], expert] for layer, expert in chosen]
     left = [scarce[rows[layer], expert] for layer, expert in everything() if (layer, expert) not in chosen]
     assert not taken or not left or min(taken) >= max(left)
+
+
+def by_definition(histograms: list[RoutingHistogram], peers: list[ExpertAnnouncement]) -> np.ndarray:
+    """Return scarcity, block by block, in plain numbers."""
+    wanted = demand(LAYERS, N_EXPERT, histograms)
+    scarce = np.empty(wanted.shape)
+    for row, layer in enumerate(LAYERS):
+        for expert in range(N_EXPERT):
+            holders = [each for each in peers if (layer, expert) in each.experts]
+            there = 0.0
+            for each in holders:
+                cap = FULL_UPLOAD_BYTES_S if each.upload_bytes_s is None else each.upload_bytes_s
+                share = min(1.0, max(0.01, cap / FULL_UPLOAD_BYTES_S))
+                n_held = len([pair for pair in each.experts if pair[0] in LAYERS and pair[1] < N_EXPERT])
+                there += share * wanted.size / n_held
+            scarce[row, expert] = wanted[row, expert] / max(there, NO_CAPACITY)
+            scarce[row, expert] *= ONE_HOLDER if len(holders) == 1 else 1.0
+    return scarce
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_peers_that_come_one_after_another_make_the_same_pool_as_all_at_once(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    histograms = [histogram(rng.integers(0, 100, N_EXPERT).tolist())]
+    caps = (None, 1, FULL_UPLOAD_BYTES_S // 3)
+    peers = []
+    for number in range(7):
+        held = {layer: frozenset(np.flatnonzero(rng.random(N_EXPERT + 2) < 0.4).tolist()) for layer in (*LAYERS, 9)}
+        peers.append(peer(number, ExpertSet(held), upload_bytes_s=caps[rng.integers(3)]))
+    pool = Pool(LAYERS, N_EXPERT, histograms)
+    for number, each in enumerate(peers):
+        assert pool.n_peers == number
+        pool.extend([each])
+        scarce = pool.scarcity()
+        assert np.array_equal(scarce, scarcity(LAYERS, N_EXPERT, histograms, peers[: number + 1]))
+        assert np.allclose(scarce, by_definition(histograms, peers[: number + 1]), rtol=1e-12)
 
 
 # Two at once
