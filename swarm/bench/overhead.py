@@ -124,9 +124,7 @@ class _InProcess(_Side):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sides:
-    """Attributes:
-    overlapped: None where the model has no shared expert.
-    """
+    """Who is compared; `overlapped` is None where the model has no shared expert."""
 
     swarm: _Side
     overlapped: _Side | None
@@ -141,15 +139,16 @@ async def measure_overhead(options: OverheadOptions, progress: Progress) -> dict
     n_links: list[int] = []
     for model in options.models:
         async with _open(options, model) as testbed, _sides(testbed, model) as sides:
+            own: list[dict[str, Any]] = []
             for n_streams, n_rows in options.points():
                 progress(n_done, n_total)
-                points.append(
-                    {"model": model.stem, **await _measure(testbed, sides, options, n_streams=n_streams, n_rows=n_rows)}
-                )
+                figures = await _measure(testbed, sides, options, n_streams=n_streams, n_rows=n_rows)
+                own.append({"model": model.stem, **figures})
                 n_done += 1
             links = testbed.running.dispatcher.links
             n_links.append(links.n_open if links is not None else 0)
-        curves += _curves(model.stem, points)
+        points += own
+        curves += _curves(model.stem, own)
     progress(n_done, n_total)
     return {
         "n_peers": options.n_peers,
@@ -228,8 +227,8 @@ async def _measure(
     tokens = _tokens(testbed.running.engine.model.n_vocab, n_streams)
     everybody = [side for side in (sides.swarm, sides.overlapped, sides.in_process) if side is not None]
     for side in everybody:  # warm: graphs, pages, the hook's lessons
-        step_s = await side.turn(_steps(tokens, n_each, 1), None)
-    steps = _steps(tokens, n_each, max(1, min(N_CONTEXT // n_each, round(options.turn_s / step_s))))
+        step_s = await side.turn(make_steps(tokens, n_each, 1), None)
+    steps = make_steps(tokens, n_each, max(1, min(N_CONTEXT // n_each, round(options.turn_s / step_s))))
     turns = {id(side): _Turns() for side in everybody}
     testbed.spans.clear()
     for done in range(options.n_repetitions):
@@ -262,7 +261,7 @@ def _tokens(n_vocab: int, n_streams: int) -> list[list[int]]:
     return [[int(token) for token in rng.integers(1, n_vocab, N_CONTEXT)] for _ in range(n_streams)]
 
 
-def _steps(tokens: list[list[int]], n_each: int, n_steps: int) -> Steps:
+def make_steps(tokens: list[list[int]], n_each: int, n_steps: int) -> Steps:
     """Return steps of `n_each` rows of each sequence; all rows' logits, or the last layer would have fewer."""
     return [
         [
@@ -290,18 +289,18 @@ def _overhead(turns: _Turns, alone: _Turns) -> float:
 def _curves(model: str, points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return what the points of a model say, of each number of sequences."""
     curves = []
-    for n_streams in sorted({point["n_streams"] for point in points if point["model"] == model}):
-        own = [each for each in points if each["model"] == model and each["n_streams"] == n_streams]
-        for kind in ("", "overlapped_"):
-            if own[0][f"{kind}extra_s"] is None:
+    for n_streams in sorted({point["n_streams"] for point in points}):
+        own = [each for each in points if each["n_streams"] == n_streams]
+        for prefix in ("", "overlapped_"):
+            if own[0][f"{prefix}extra_s"] is None:
                 continue
             curve = fit_curve(
                 [
                     Point(
                         n_rows=each["n_rows"],
                         layer_s=each["layer_s"],
-                        extra_s=each[f"{kind}extra_s"],
-                        overhead=each[f"{kind}overhead"],
+                        extra_s=each[f"{prefix}extra_s"],
+                        overhead=each[f"{prefix}overhead"],
                     )
                     for each in own
                 ]
@@ -310,7 +309,7 @@ def _curves(model: str, points: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 {
                     "model": model,
                     "n_streams": n_streams,
-                    "is_overlapped": bool(kind),
+                    "is_overlapped": bool(prefix),
                     "hop_s": curve.hop_s,
                     "row_s": curve.row_s,
                     "under_from_s": curve.under_from_s,

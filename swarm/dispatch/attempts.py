@@ -26,15 +26,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from swarm.dispatch.hedge_budget import HedgeBudget
 from swarm.dispatch.plan import HERE, Batch
 from swarm.dispatch.service_time import BATCH_TIMEOUT_S, ServiceTimes
 from swarm.dispatch.turns import Turns
 from swarm.errors import DeadlineExceeded, ExpertUnavailable, Overloaded, SwarmError
 from swarm.ids import NodeId
 
-# Hedges are at most this share of all orders, and so many at once: a swarm that is slow as a whole must not get twice the
-# work. What is overdue does not count. Share as in DESIGN (p95), burst guessed.
-HEDGE_SHARE, HEDGE_BURST = 0.05, 8.0
 # How long a layer waits for peers that are only busy, from its beginning or the last answer of one that was. Guessed: above the
 # time that several long batches take which one slow line gets in turn, and what a person waits for a prompt.
 BUSY_PATIENCE_S = 30.0
@@ -90,28 +88,6 @@ class _Unit:
     def is_local(self) -> bool:
         """Whether this process's own experts were asked."""
         return HERE in self.tried
-
-
-class HedgeBudget:
-    """A share of all orders, saved up to a burst."""
-
-    def __init__(self) -> None:
-        self._saved = HEDGE_BURST
-
-    def earn(self, n_orders: int) -> None:
-        """So many orders were sent without hedging."""
-        self._saved = min(HEDGE_BURST, self._saved + HEDGE_SHARE * n_orders)
-
-    def spend(self) -> bool:
-        """Return whether one more hedge is allowed, and take it."""
-        if self._saved < 1.0:
-            return False
-        self._saved -= 1.0
-        return True
-
-    def give_back(self) -> None:
-        """There was nobody to hedge to."""
-        self._saved = min(HEDGE_BURST, self._saved + 1.0)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,9 @@ from swarm.dispatch.plan import Batch
 #   64 rows, 131 KB      100 Mbit/s   as here 2: 1.11   3: 1.14   4: 1.09
 #                        1 Gbit/s     2: 0.98   3: 0.98   4: 0.94       there the cores bind, not the link
 # As it is now, 512 rows at 100 Mbit/s: 1.61 (docs/bench/prefill.json).
+# On loopback, over a TLS link, bytes take a twentieth of the compute: 8 chunks cost 1 to 3 % over a whole batch (experts are
+# read once for each), and 3 chunks no less than 8. Not changed there: between chunks a peer serves others, which would wait five
+# times as long for a whole one (docs/performance.md).
 CHUNK_BYTES = 32 << 10
 MAX_CHUNKS = 8
 PEAK = 4  # the largest chunk over the first

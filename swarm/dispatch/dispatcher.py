@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from swarm.dispatch.attempts import AttemptStats, HedgeBudget, LayerAttempts, Order
+from swarm.dispatch.attempts import AttemptStats, LayerAttempts, Order
 from swarm.dispatch.audit import OPINION_TIMEOUT_S
 from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.chunks import CHUNK_BYTES, cut
@@ -24,6 +24,7 @@ from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.contributions import Contributions
 from swarm.dispatch.flight import Flight
+from swarm.dispatch.hedge_budget import HedgeBudget
 from swarm.dispatch.holders import Holders
 from swarm.dispatch.origin import Origin
 from swarm.dispatch.plan import HERE, Batch, MissingExperts, plan_dispatch
@@ -181,7 +182,7 @@ class Dispatcher:
         self.asks_in_turn = False
         self.readiness: Readiness | None = None  # for the answers of decoded tokens; None: they are met as they come
         self.links: FastLinks | None = None  # beside the QUIC connections; None: there are none
-        self._sent: m.Dispatch | None = None  # the latest
+        self._sent: m.Dispatch | None = None  # the latest of a decoded token
         self._repeat: Callable[[], None] | None = None
         self.on_layer: Callable[[LayerSpan], None] | None = None
         """Told of each layer that succeeded; for benchmarks."""
@@ -415,9 +416,7 @@ class Dispatcher:
                 f"wrong answer of peer {node.short}: got {result.codec.name} {result.rows.shape}, "
                 f"expected {codec.name} {shape}"
             )
-        elif (
-            result.rows.size and not np.maximum.reduce(np.abs(result.rows), axis=None) <= MAX_MAGNITUDE
-        ):  # nor is a NaN
+        elif result.rows.size and not _largest(result.rows) <= MAX_MAGNITUDE:  # nor is a NaN
             error = RemoteProtocolError(f"peer {node.short} sent numbers that are not finite, or absurdly large")
         if error is None:
             return result
@@ -472,7 +471,28 @@ class Dispatcher:
         self, connection: Connection, layer: int, order: Order, rows: _EncodedRows
     ) -> asyncio.Future[m.Response]:
         batch = order.batch
-        message = m.Dispatch(
+        message = self._message(layer, batch, rows)
+        if len(rows.x) == 1:
+            self._sent = message
+        self.times.of(order.node).rtt_s = connection.rtt_s
+        size = RESULT_HEAD_BYTES + self._n_rows_back(batch) * row_bytes(rows.x.shape[1], self._codec_back)
+        timeout_s = order.deadline - order.sent_at
+        link = self.links.best(order.node, connection) if self.links is not None else None
+        if link is not None:
+
+            def again() -> asyncio.Future[m.Response]:
+                # Made anew: of a long prompt, messages held until they are answered would be many.
+                anew = self._message(layer, batch, rows)
+                return connection.start(anew, timeout_s=timeout_s, max_answer_bytes=size)
+
+            try:
+                return link.start(message, timeout_s=timeout_s, max_answer_bytes=size, retry=again)
+            except (NetworkError, Overloaded) as error:  # it has ended in this moment, or is full
+                logger.debug("not over the TLS link: %s", error)
+        return connection.start(message, timeout_s=timeout_s, max_answer_bytes=size)
+
+    def _message(self, layer: int, batch: Batch, rows: _EncodedRows) -> m.Dispatch:
+        return m.Dispatch(
             model_tag=self._model_tag,
             layer=layer,
             rows_codec=rows.codec,
@@ -483,18 +503,6 @@ class Dispatcher:
             rows=rows.x if batch.n_rows == len(rows.x) else rows.x[batch.rows],
             encoded_rows=rows.of(batch),
         )
-        self._sent = message
-        self.times.of(order.node).rtt_s = connection.rtt_s
-        size = RESULT_HEAD_BYTES + self._n_rows_back(batch) * row_bytes(rows.x.shape[1], self._codec_back)
-        timeout_s = order.deadline - order.sent_at
-        link = self.links.best(order.node, connection) if self.links is not None else None
-        if link is not None:
-            again = functools.partial(connection.start, message, timeout_s=timeout_s, max_answer_bytes=size)
-            try:
-                return link.start(message, timeout_s=timeout_s, max_answer_bytes=size, retry=again)
-            except (NetworkError, Overloaded) as error:  # it has ended in this moment, or is full
-                logger.debug("not over the TLS link: %s", error)
-        return connection.start(message, timeout_s=timeout_s, max_answer_bytes=size)
 
     def _n_rows_back(self, batch: Batch) -> int:
         return batch.n_pairs if self._codec_back is RowCodec.EXACT else batch.n_rows
@@ -542,3 +550,13 @@ class Dispatcher:
                 stats.n_rows_sent += batch.n_rows
                 stats.bytes_out += batch.n_rows * out_bytes + batch.n_pairs * pair_bytes
                 stats.bytes_back += len(result.rows) * back_bytes
+
+
+def _largest(rows: npt.NDArray[np.float32]) -> float:
+    """Return the largest magnitude, NaN if there is one; rows must not be empty.
+
+    Of many rows without their magnitudes: that array's fresh pages took 1.2 of 1.3 ms for 512 rows of D=2048.
+    """
+    if len(rows) == 1:  # less code to go cold
+        return float(np.maximum.reduce(np.abs(rows), axis=None))
+    return max(float(np.maximum.reduce(rows, axis=None)), -float(np.minimum.reduce(rows, axis=None)))

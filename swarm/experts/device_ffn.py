@@ -151,9 +151,14 @@ class DeviceFfn:
             )
 
     def compute(
-        self, layer: int, x: Rows, row_index: npt.NDArray[np.integer], experts: npt.NDArray[np.integer]
+        self,
+        layer: int,
+        x: Rows,
+        row_index: npt.NDArray[np.integer],
+        experts: npt.NDArray[np.integer],
+        out: Rows | None = None,
     ) -> Rows:
-        """Return the output of each pair (row `row_index[p]` of x, expert `experts[p]`), [P, D], freshly allocated.
+        """Return the output of each pair (row `row_index[p]` of x, expert `experts[p]`), [P, D]; in `out`, if it is given.
 
         Raises:
             ExpertNotLoaded: an expert is outside the slice or not loaded; nothing was computed.
@@ -165,7 +170,7 @@ class DeviceFfn:
             raise ValueError(f"x has a wrong form: got {x.dtype} {x.shape}, expected float32 (N, {self._spec.n_embd})")
         if row_index.shape != (n_pairs,) or experts.shape != (n_pairs,):
             raise ValueError(f"pairs do not fit: got {row_index.shape} rows and {experts.shape} experts")
-        y = np.empty((n_pairs, self._spec.n_embd), np.float32)
+        y = np.empty((n_pairs, self._spec.n_embd), np.float32) if out is None else out
         if n_pairs == 0:
             return y
         if row_index.min() < 0 or row_index.max() >= x.shape[0]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from swarm.errors import ExpertsNotHeld, RemoteProtocolError
 from swarm.experts.slice_memory import ExpertNotLoaded
 from swarm.model.spec import ModelSpec
+from swarm.native.library import has_exact_kernels
 
 _FEW = 8  # pairs that are looked at in Python: less code that goes cold, and no slower (1 us either way when hot)
 
@@ -48,8 +49,9 @@ class SliceFfn(Protocol):
         x: npt.NDArray[np.float32],
         row_index: npt.NDArray[np.integer],
         experts: npt.NDArray[np.integer],
+        out: npt.NDArray[np.float32] | None = None,
     ) -> npt.NDArray[np.float32]:
-        """Return the output of each pair, [P, D]."""
+        """Return the output of each pair, [P, D]; in `out`, if it is given."""
         ...
 
     def compute_choice(
@@ -84,8 +86,8 @@ class ExpertExecutor:
     ) -> npt.NDArray[np.float32]:
         """Return the experts' outputs, freshly allocated, float32.
 
-        Without weights, the raw rows in pair order, [P, D]. With weights, each row's weighted sum over its pairs,
-        added in pair order, [N, D].
+        Without weights, the raw rows in pair order, [P, D]. With weights, each row's weighted sum over its pairs, [N, D], added
+        in pair order; of more pairs than one graph takes in the order of experts, unless kernels are exact.
 
         Args:
             x: untrusted, [N, D], float32.
@@ -130,11 +132,39 @@ class ExpertExecutor:
             return y.reshape(-1, x.shape[1])  # [N, D] or [P, D]
         counts = row_counts.astype(np.intp)  # [N]
         rows = np.repeat(np.arange(n_rows), counts)  # [P]
+        if weights is not None and n_pairs > self._ffn.max_pairs and not has_exact_kernels():
+            order = np.argsort(expert_ids, kind="stable")  # [P]
+            if not _repeats(rows[order], expert_ids[order]):
+                return self._sum_by_expert(layer, x, rows[order], expert_ids[order], weights[order])
         y = self._ffn.compute(layer, x, rows, expert_ids)  # [P, D]
         if weights is None:
             return y
         y *= weights[:, None]
         return _sum_rows(y, np.cumsum(counts) - counts, counts)  # [N, D]
+
+    def _sum_by_expert(
+        self,
+        layer: int,
+        x: npt.NDArray[np.float32],
+        rows: npt.NDArray[np.intp],
+        expert_ids: npt.NDArray[np.integer],
+        weights: npt.NDArray[np.float32],
+    ) -> npt.NDArray[np.float32]:
+        """Return the sums, [N, D], of pairs that are sorted by expert, none twice.
+
+        The outputs of all pairs are never in memory at once: 512 rows of 8 of D=2048 would be 34 MB, gone through five times.
+        """
+        n_pairs, cut = len(rows), self._ffn.max_pairs
+        part = np.empty((cut, x.shape[1]), np.float32)
+        total = np.zeros_like(x)  # [N, D]
+        for start in range(0, n_pairs, cut):
+            at = slice(start, min(start + cut, n_pairs))
+            y = self._ffn.compute(layer, x, rows[at], expert_ids[at], part[: at.stop - start])
+            y *= weights[at, None]
+            ends = np.flatnonzero(np.diff(expert_ids[at])) + 1
+            for of_one, added in zip(np.split(rows[at], ends), np.split(y, ends), strict=True):
+                total[of_one] += added
+        return total
 
     def _check_untrusted(
         self,
@@ -179,6 +209,11 @@ class ExpertExecutor:
         with self._lock:
             counts = self._counts.copy()
         return Assignments(layers=self._spec.moe_layers, counts=counts, total=int(counts.sum()))
+
+
+def _repeats(rows: npt.NDArray[np.intp], expert_ids: npt.NDArray[np.integer]) -> bool:
+    """Return whether a pair is there twice, of pairs sorted by expert and row."""
+    return bool(((rows[1:] == rows[:-1]) & (expert_ids[1:] == expert_ids[:-1])).any())
 
 
 def _sum_rows(

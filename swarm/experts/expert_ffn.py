@@ -157,13 +157,15 @@ class ExpertFfn:
         x: Rows,
         row_index: npt.NDArray[np.integer],
         experts: npt.NDArray[np.integer],
+        out: Rows | None = None,
     ) -> Rows:
-        """Return the output of each pair (row `row_index[p]` of x, expert `experts[p]`), [P, D], freshly allocated.
+        """Return the output of each pair (row `row_index[p]` of x, expert `experts[p]`), [P, D].
 
         Args:
             x: [N, D], float32.
             row_index: [P], 0 to N-1.
             experts: [P], global expert ids.
+            out: where to write, C order; None: freshly allocated.
 
         Raises:
             ExpertNotLoaded: an expert is outside the slice or not loaded; nothing was computed.
@@ -178,7 +180,11 @@ class ExpertFfn:
             return np.empty((0, n_embd), np.float32)
         if row_index.min() < 0 or row_index.max() >= x.shape[0]:
             raise ValueError(f"row index out of range: expected 0 to {x.shape[0] - 1}")
-        y = np.empty((n_pairs, n_embd), np.float32)
+        y = np.empty((n_pairs, n_embd), np.float32) if out is None else out
+        if y.shape != (n_pairs, n_embd) or y.dtype != np.float32 or not y.flags.c_contiguous:
+            raise ValueError(
+                f"out has a wrong form: got {y.dtype} {y.shape}, expected float32 {(n_pairs, n_embd)}, C order"
+            )
         with self._lock:
             self._require_open()
             local = self._memory.local(layer, experts)

@@ -12,8 +12,6 @@ import dataclasses
 from collections import OrderedDict
 from typing import Protocol
 
-import numpy as np
-
 from swarm.ids import NodeId
 from swarm.wire import messages as m
 
@@ -140,14 +138,17 @@ def is_copied(message: m.Request) -> bool:
 
 
 def _are_equal(a: m.Dispatch, b: m.Dispatch) -> bool:
-    for each in dataclasses.fields(m.Dispatch):
-        mine, other = getattr(a, each.name), getattr(b, each.name)
-        if isinstance(mine, np.ndarray):
-            if mine.shape != other.shape or mine.tobytes() != other.tobytes():
-                return False
-        elif mine != other:
-            return False
-    return True
+    if (a.layer, a.model_tag, a.rows.shape) != (b.layer, b.model_tag, b.rows.shape):
+        return False
+    if (a.rows_codec, a.result_codec, a.weights is None) != (b.rows_codec, b.result_codec, b.weights is None):
+        return False
+    # As bytes: a NaN is equal to itself, and comparing small arrays element by element costs three times as much.
+    return (
+        a.row_counts.tobytes() == b.row_counts.tobytes()
+        and a.expert_ids.tobytes() == b.expert_ids.tobytes()
+        and (a.weights is None or b.weights is None or a.weights.tobytes() == b.weights.tobytes())
+        and a.rows.tobytes() == b.rows.tobytes()
+    )
 
 
 def _own(message: m.Response | m.Refusal) -> m.Response | m.Refusal:

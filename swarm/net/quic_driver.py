@@ -221,7 +221,7 @@ class AioquicDriver(QuicDriver):
             some = self.quic.datagrams_to_send(now)
             yield from some
             datagrams += some
-            if not self._pacer.is_slice_full:
+            if not self._pacer.is_slice_full and not (some and self._has_abandoned()):
                 break
         if space is not None and space.ack_at is None:
             self._n_unacknowledged, self._is_ack_urgent = 0, False
@@ -237,8 +237,16 @@ class AioquicDriver(QuicDriver):
             )
             self._repair.sent(datagrams, now, rtt_s=controller.min_rtt_s, is_protected=is_protected)
 
+    def _has_abandoned(self) -> bool:
+        """Return whether the end of a stream is still to be told.
+
+        aioquic 1.7 ends a call of `datagrams_to_send` where such a frame finds a packet full, however much else waits: with the
+        end of a cancelled request behind a long one, a connection sent one packet for each timer.
+        """
+        return any(map(_is_abandoned, self.quic._streams_queue))
+
     def _order_streams(self) -> None:
-        """Let short streams go first, then the long ones one after the other, in order of opening.
+        """Let what is abandoned and short streams go first, then the long ones one after the other, in order of opening.
 
         aioquic gives a packet to each in turn, so that all chunks of a batch arrive at its end, and none is computed before.
         """
@@ -286,11 +294,18 @@ class AioquicDriver(QuicDriver):
         return repair if quic is None else quic if repair is None else min(quic, repair)
 
 
+def _is_abandoned(stream: QuicStream) -> bool:
+    return stream.receiver.stop_pending or stream.sender.reset_pending
+
+
 def _n_left(stream: QuicStream) -> int:
-    return stream.sender._buffer_stop - stream.sender.next_offset
+    sender = stream.sender
+    return 0 if sender._reset_error_code is not None else sender._buffer_stop - sender.next_offset
 
 
 def _turn(stream: QuicStream) -> int:
+    if _is_abandoned(stream):
+        return -1
     return 0 if _n_left(stream) <= FIRST_BYTES else 1 + (stream.stream_id or 0)
 
 

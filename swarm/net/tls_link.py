@@ -15,6 +15,7 @@ On a path that loses packets small dispatches go over a `second` link of the sam
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import logging
 import math
@@ -44,15 +45,22 @@ from swarm.wire.greetings import State
 
 logger = logging.getLogger(__name__)
 
-MAX_UNSENT_BYTES = 4 << 20  # in the transport's buffer; beyond, requests are refused and answers end the link. Guessed
+# Not taken by the kernel yet; beyond, requests are refused and answers end the link. Room for 512 rows of D=7168 in f32 of two
+# lanes: with 4 MB, answers to two long prompts ended links, and all was computed again.
+MAX_UNSENT_BYTES = 32 << 20
+# Written at once; the rest waits here. uvloop encrypts a whole write into memory that it keeps for as long as the link lives:
+# a prompt of 512 tokens left 9 MB in each (measured, D=2048 in f32).
+WRITE_BYTES = 256 << 10
 # An answer is late after mean + 2 deviations of what answers to as much work took (TCP repairs its last packets later), and no
 # earlier than LEAST_LATE_S after the mean. At 1 % loss and 0.2 to 3 ms it makes p99 of 205 ms 11 with 4 deviations and 3 ms.
 N_DEVIATIONS, LEAST_LATE_S = 2, 0.0015
-# Such copies are this share of all requests, saved up to a burst: a peer that is busy must not get its work twice. What is
-# later than MOST_LATE (times the mean, or seconds after it: TCP's least retransmission timeout) is asked again in any case.
+# Such copies are of small requests, and this share of all, saved up to a burst: a peer that is busy must not get its work twice.
+# What is later than MOST_LATE (times the mean, or seconds after it: TCP's least retransmission timeout) is asked again in any
+# case, unless the stream moves: a pong to a ping that was sent meanwhile says that nothing is lost and the peer is slow.
 COPY_SHARE, COPY_BURST = 0.1, 8.0
 MOST_LATE, MOST_LATE_S = 3.0, 0.2
 UNSEEN_S = 0.5  # late, before anything like it was answered; guessed
+PONG_S = 0.1  # for the pong, where no ping was sent before an answer was overdue; guessed: a busy machine's loop and a short path
 N_STRIKES = 3  # stalls of MOST_LATE_S in a row, nothing answered in between, after which the link is given up
 STALLED_S = (
     1.0  # so is one from which nothing has come for so long, though it was asked; guessed: TCP's second repair is over
@@ -70,6 +78,8 @@ class _Asked(Answer):
         retry: asks the same over another link; None: its failure is its asker's.
         size: the order of magnitude of its work.
         late_at: when to do that; overdue_at: also if there are too many such.
+        is_small: its bytes are few, so that a copy costs little.
+        probe: the number of the ping sent since it is late; None: none was.
         other: the answer over the other link, once that was asked.
         copy: the answer over the second link, if it went there as well.
     """
@@ -81,6 +91,8 @@ class _Asked(Answer):
         self.exchange = exchange
         self.retry = retry
         self.size = 0
+        self.is_small = True
+        self.probe: int | None = None
         self.sent_at = self.late_at = self.overdue_at = 0.0
         self.other: asyncio.Future[m.Response] | None = None
         self.copy: asyncio.Future[m.Response] | None = None
@@ -113,6 +125,8 @@ class TlsLink(asyncio.Protocol):
         self._on_open, self._on_gone = on_open, on_gone
         self._on_unsent = on_unsent
         self._is_paused = False  # the transport holds more than it likes to
+        self._unwritten: collections.deque[bytes] = collections.deque()
+        self._n_unwritten = 0  # bytes of these
         self._check = check
         self._counts = counts
         self._loop = asyncio.get_running_loop()
@@ -209,13 +223,13 @@ class TlsLink(asyncio.Protocol):
         """
         if self._error is not None or self._session is None or self._transport is None or not self.is_open:
             raise (self._error or ConnectionLost("the link is not open")).with_traceback(None)
-        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if self._n_unsent() > MAX_UNSENT_BYTES:
             raise Overloaded("too many bytes wait on one link", retry_after_s=0.1)
         now = clock()
         exchange = self._session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
         asked = self._asked[exchange] = _Asked(self._loop, exchange, retry)
         asked.sent_at = now
-        asked.size = _size_of(message)
+        asked.size, asked.is_small = _size_of(message), is_copied(message)
         late_s, overdue_s = self._patience_s(asked.size)
         asked.late_at, asked.overdue_at = now + late_s, now + overdue_s
         self._copies = min(COPY_BURST, self._copies + COPY_SHARE)
@@ -237,14 +251,14 @@ class TlsLink(asyncio.Protocol):
         """Answer a request; silently too late if nobody waits any more."""
         if self._session is None or self._transport is None or not self._session.respond(exchange, message):
             return
-        if self._transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+        if self._n_unsent() > MAX_UNSENT_BYTES:
             self.close(ConnectionLost("the other side does not take its answers"))
             return
         self._flush()
         if self.on_answered is not None:
             self.on_answered(self, exchange, message)
         if self._is_paused:
-            self._on_unsent(self, self.bytes_sent, self._transport.get_write_buffer_size())
+            self._on_unsent(self, self.bytes_sent, self._n_unsent())
 
     def close(self, error: SwarmError | None = None) -> None:
         """Close at once; what waits goes elsewhere, or fails with `error`."""
@@ -255,6 +269,7 @@ class TlsLink(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """TLS is done."""
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_BYTES)
         tls = transport.get_extra_info("ssl_object")
         self.takes_copies = tls is not None and tls.selected_alpn_protocol() == COPIES_ALPN
         self._socket = transport.get_extra_info("socket")
@@ -311,7 +326,8 @@ class TlsLink(asyncio.Protocol):
     def resume_writing(self) -> None:
         """The other side has taken most of it."""
         self._is_paused = False
-        self._on_unsent(self, self.bytes_sent, 0)
+        self._write_on()
+        self._on_unsent(self, self.bytes_sent, self._n_unsent() if self._is_paused else 0)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The transport is gone."""
@@ -347,6 +363,7 @@ class TlsLink(asyncio.Protocol):
                 return
             asked.set_exception(outcome)
             return
+        asked.retry = None  # which holds the layer's rows
         self._note_service(asked.size, now - asked.sent_at)
         self._n_strikes = 0
         if asked.other is None:
@@ -396,8 +413,25 @@ class TlsLink(asyncio.Protocol):
         except SwarmError:
             return False
         self.n_retried += 1
-        asked.other.add_done_callback(functools.partial(_pass_on, asked))
+        asked.other.add_done_callback(functools.partial(self._pass_on, asked))
         return True
+
+    def _pass_on(self, asked: _Asked, other: asyncio.Future[m.Response]) -> None:
+        """Let what came over the other link be the answer, if there is none yet. While this link lives, only an answer counts:
+        a peer that is too busy for a copy may still answer."""
+        if other.cancelled():
+            if not asked.done():
+                asked.cancel()
+            return
+        error = other.exception()
+        if asked.done():
+            return
+        if error is None:
+            asked.set_result(other.result())
+        elif self._error is not None or asked.exchange not in self._asked:
+            asked.set_exception(error)
+        else:
+            asked.other = None
 
     def _send_copy(self, asked: _Asked, message: m.Request, timeout_s: float, max_answer_bytes: int | None) -> None:
         second = self.second
@@ -445,17 +479,44 @@ class TlsLink(asyncio.Protocol):
             self._ping(clock())
 
     def _write(self, parts: list[bytes]) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        size = sum(map(len, parts))
+        self.bytes_sent += size
+        if not self._unwritten and not self._is_paused and size <= WRITE_BYTES:  # mostly: nothing waits
+            self._write_now(parts)
+            return
+        self._unwritten += parts
+        self._n_unwritten += size
+        self._write_on()
+
+    def _write_on(self) -> None:
+        """Write what waits, as much as the transport likes to hold."""
+        while self._unwritten and not self._is_paused:
+            size, parts = 0, list[bytes]()
+            while self._unwritten and (not parts or size + len(self._unwritten[0]) <= WRITE_BYTES):
+                parts.append(self._unwritten.popleft())
+                size += len(parts[-1])
+            self._n_unwritten -= size
+            self._write_now(parts)
+
+    def _write_now(self, parts: list[bytes]) -> None:
         if self._transport is not None and not self._transport.is_closing():
             data = b"".join(parts)  # one piece: one TLS record, one call of the kernel
-            self.bytes_sent += len(data)
             self._n_tls_sent += n_tls_records(len(data))
             self._transport.write(data)
 
-    def _ping(self, now: float) -> None:
+    def _n_unsent(self) -> int:
+        """Return how many bytes the kernel has not taken yet."""
+        return self._n_unwritten + (self._transport.get_write_buffer_size() if self._transport is not None else 0)
+
+    def _ping(self, now: float) -> int:
+        """Send a ping and return its number; or that of the latest, if too many have no answer."""
         if len(self._pings) < 16:  # unanswered ones of a dead path need not pile up
             self._pings[self._next_ping] = now
             self._write([encode_record(self._next_ping, RecordKind.PING)])
             self._next_ping += 1
+        return self._next_ping - 1
 
     def _on_pong(self, number: int, now: float) -> None:
         sent = self._pings.pop(number, None)
@@ -509,9 +570,16 @@ class TlsLink(asyncio.Protocol):
     def _on_late(self, asked: _Asked, now: float) -> None:
         """Ask elsewhere as well, unless too much has been asked twice; then once it is overdue."""
         is_overdue = now >= asked.overdue_at
-        if not is_overdue and self._copies < 1.0:
-            asked.late_at = asked.overdue_at
+        if not is_overdue and (self._copies < 1.0 or not asked.is_small):
+            asked.probe, asked.late_at = self._ping(now), asked.overdue_at
             return
+        if is_overdue and asked.retry is not None:
+            if asked.probe is None:
+                asked.probe, asked.late_at = self._ping(now), now + PONG_S
+                return
+            if asked.probe not in self._pings:  # slow, not lost; looked at again after as long
+                asked.probe, asked.late_at = self._ping(now), now + (now - asked.sent_at)
+                return
         asked.late_at = math.inf
         if asked.retry is None or not self._go_elsewhere(asked):
             return
@@ -543,6 +611,8 @@ class TlsLink(asyncio.Protocol):
             for out in self._session.take_outgoing():  # a refusal of the greeting
                 if not out.is_reset:
                     self._write(encode_exchange(out.exchange, out.data, out.is_end))
+        self._unwritten.clear()
+        self._n_unwritten = 0
         if self._counts is not None:
             self._counts.end(self)
         if self._transport is not None:
@@ -557,21 +627,6 @@ class TlsLink(asyncio.Protocol):
 def _size_of(message: m.Request) -> int:
     """Return the order of magnitude of a request's work, by powers of two."""
     return len(message.expert_ids).bit_length() if isinstance(message, m.Dispatch) else 0
-
-
-def _pass_on(answer: asyncio.Future[m.Response], other: asyncio.Future[m.Response]) -> None:
-    """Let what came over the other link be the answer, if there is none yet."""
-    if other.cancelled():
-        if not answer.done():
-            answer.cancel()
-        return
-    error = other.exception()
-    if answer.done():
-        return
-    if error is None:
-        answer.set_result(other.result())
-    else:
-        answer.set_exception(error)
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

@@ -43,6 +43,9 @@ HANDSHAKE_TIMEOUT_S = 4.0  # as a dial over QUIC
 MAX_HANDSHAKES = 32  # under way; more are turned away. Guessed: as the endpoint's half-open connections
 MAX_LINKS = 1024  # accepted and not gone, greetings or not; guessed: a quarter of the endpoint's connections
 SILENT_S = 30  # of an accepted link before the kernel asks, three times, whether anybody is there; guessed
+# In this order, where the system's own is another. Not BBR: on a link that asks and waits it takes an answer's bytes over a round
+# trip for the path's rate, and once it believes that, spreads each answer over a round trip (p50 at 3 ms 6.2 ms instead of 3.7).
+CONGESTION_CONTROLS = (b"cubic", b"reno")
 _SERVES: tuple[type[m.Request], ...] = (m.Dispatch,)  # what is large or rare goes over QUIC
 
 
@@ -153,6 +156,7 @@ class TlsListener:
             listening.setblocking(False)
             if family is not socket.AF_UNIX:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                _send_unpaced(listening)  # accepted ones inherit it
             listening.bind(address)
             listening.listen(MAX_HANDSHAKES)
         except OSError as error:
@@ -262,6 +266,31 @@ def _prepare(accepted: socket.socket) -> None:
             accepted.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def _send_unpaced(unconnected: socket.socket) -> None:
+    """Let a socket send a whole message at once. Before it is connected: pacing, once begun, stays."""
+    if not hasattr(socket, "TCP_CONGESTION"):
+        return
+    for name in CONGESTION_CONTROLS:
+        try:
+            unconnected.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name)
+            return
+        except OSError:  # not there, or only for root
+            continue
+
+
+async def _connect_tcp(make: Callable[[], TlsLink], address: SocketAddress, context: ssl.SSLContext) -> None:
+    loop = asyncio.get_running_loop()
+    connected = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        _send_unpaced(connected)
+        await loop.sock_connect(connected, address)
+        await loop.create_connection(make, sock=connected, ssl=context, server_hostname="swarm.invalid")
+    except BaseException:
+        connected.close()
+        raise
+
+
 async def _connect_unix(make: Callable[[], TlsLink], name: str, context: ssl.SSLContext) -> None:
     """Connect first: uvloop takes a name in the abstract namespace for an empty one."""
     if not hasattr(socket, "AF_UNIX"):
@@ -294,7 +323,6 @@ async def dial_tls(
         IdentityMismatch: another node answered.
         DeadlineExceeded, ConnectionLost, RemoteProtocolError: no link.
     """
-    loop = asyncio.get_running_loop()
     links: list[TlsLink] = []
 
     def make() -> TlsLink:
@@ -317,7 +345,7 @@ async def dial_tls(
             if isinstance(address, str):
                 await _connect_unix(make, address, context)
             else:
-                await loop.create_connection(make, address[0], address[1], ssl=context, server_hostname="swarm.invalid")
+                await _connect_tcp(make, address, context)
             await asyncio.shield(links[0].opened)
     except TimeoutError:
         for link in links:

@@ -74,6 +74,11 @@ class RowCodec(IntEnum):
 
 _CODECS = {int(codec): codec for codec in RowCodec}
 
+# Rows of so many bytes of float32 are encoded at a time: what an encoder makes on its way then stays in the cache, instead of on
+# fresh pages. Measured, 512 rows of D=2048 after 40 MB were read, on a busy machine: F16 10.1 ms whole, 4.2 by 32 to 256 KB,
+# Q8_K 6.3 and 1.9 to 4.3. Decoding makes little on its way: no gain.
+ENCODED_AT_ONCE_BYTES = 128 << 10
+
 
 class Wire(NamedTuple):
     """The two forms of a dispatch: of the rows that go out and of those that come back."""
@@ -196,7 +201,12 @@ def encode_rows(x: npt.NDArray[np.float32], codec: RowCodec) -> bytes:
     assert layout.may_be_ragged or x.shape[1] % layout.block == 0, f"{codec.name} cannot carry rows of {x.shape[1]}"
     if not x.size:
         return b""
-    data = layout.encode(np.ascontiguousarray(x)).tobytes()
+    step = max(1, ENCODED_AT_ONCE_BYTES // (4 * x.shape[1]))
+    if len(x) <= step:
+        data = layout.encode(np.ascontiguousarray(x)).tobytes()
+    else:
+        cuts = range(0, len(x), step)
+        data = b"".join([layout.encode(np.ascontiguousarray(x[at : at + step])).tobytes() for at in cuts])
     assert len(data) == len(x) * row_bytes(x.shape[1], codec)
     return data
 

@@ -45,7 +45,7 @@ async def test_speed_slots_peers_coverage_and_audits_are_shown_unless_asked_not_
             if option:
                 assert "slots busy" not in terminal.text
             else:
-                await terminal.until("2 peers; every expert has a holder")
+                await terminal.until("2 peers (2 by TLS); every expert has a holder")
                 await terminal.until("tokens/s, 8 in all; 0 of 4 slots busy")
             terminal.interrupt()
             async with asyncio.timeout(LIMIT_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import ssl
@@ -14,16 +15,18 @@ import pytest
 
 from swarm.errors import ConnectionLost, IdentityMismatch, NetworkError, RemoteProtocolError, RemoteRefused
 from swarm.identity import Identity
+from swarm.net import tls_links
 from swarm.net.byte_counts import PathKind, tls_bytes
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.serving import Handler as ServingHandler
 from swarm.net.tcp_losses import payload
 from swarm.net.tls_link import TlsLink
-from swarm.net.tls_links import MAX_HANDSHAKES, TlsListener, client_context, dial_tls, unix_name
+from swarm.net.tls_links import CONGESTION_CONTROLS, MAX_HANDSHAKES, TlsListener, client_context, dial_tls, unix_name
 from swarm.net.tls_records import RecordKind, encode_record
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
+from swarm.wire.session import ALPN
 
 # Of this process: a node's Unix socket has its name for the whole host, where another run of the tests may be under way.
 CLIENT, SERVER, OTHER = (Identity.from_seed(os.getpid().to_bytes(31, "big") + bytes([n])) for n in (1, 2, 3))
@@ -185,6 +188,52 @@ async def test_many_requests_at_once_each_get_their_own_answer() -> None:
         for n, answer in enumerate(await asyncio.gather(*answers)):
             assert isinstance(answer, m.Result)
             assert answer.rows.shape == (1, 1 + n)
+        link.close()
+
+
+async def test_a_link_s_sockets_send_a_message_at_once() -> None:
+    async with world(Handler()) as w:
+        link = await w.dial()
+        (accepted,) = w.listener._links
+        for end in (link, accepted):
+            assert end._transport is not None
+            own = end._transport.get_extra_info("socket")
+            used = own.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(bytes(1))
+            assert used in CONGESTION_CONTROLS
+        link.close()
+
+
+async def test_a_dispatch_over_two_links_is_computed_once_and_answered_on_both() -> None:
+    handler = Handler()
+    async with world(handler) as w:
+        first, second = await w.dial(), await w.dial()
+        assert first.takes_copies
+        first.second, first.is_copying = second, True
+        for n in range(20):
+            before = second.bytes_received
+            assert value(await first.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+            await until(lambda before=before: second.bytes_received > before)  # type: ignore[misc]
+            assert handler.n_asked == n + 1
+        assert len(w.listener._copies) == 0
+
+        handler.gate.clear()  # the first link ends while its request is computed: the copy is computed instead
+        again = functools.partial(w.connection.start, dispatch(), timeout_s=TIMEOUT_S)
+        answer = first.start(dispatch(), timeout_s=TIMEOUT_S, retry=again)
+        await until(lambda: handler.n_asked == 21)
+        first.close()
+        handler.gate.set()
+        assert value(await answer) == 1.0
+        await until(lambda: w.listener.n_links == 0)
+        assert len(w.listener._copies) == 0
+
+
+async def test_an_older_node_is_sent_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_links, "COPIES_ALPN", ALPN)  # when the server makes its context: it knows the session's own alone
+    async with world(Handler()) as w:
+        monkeypatch.undo()
+        link = await w.dial()
+        assert not link.takes_copies
+        assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
         link.close()
 
 
@@ -365,6 +414,7 @@ async def what_was_written_is_what_arrives(w: World) -> None:
     def written() -> int:
         return tls_bytes(link.bytes_sent, link._n_tls_sent)
 
+    await link.request(dispatch(), timeout_s=TIMEOUT_S)  # what was written when it opened has arrived
     arrived, before = payload(accepted._socket), written()
     if arrived is None:
         pytest.skip("no kernel tells")

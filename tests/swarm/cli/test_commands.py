@@ -43,3 +43,9 @@ def test_the_group_lists_the_table_and_knows_no_other_command() -> None:
     assert group.list_commands(None) == list(COMMANDS)
     assert group.get_command(None, "join") is group.get_command(None, "join")
     assert group.get_command(None, "nothing") is None
+
+
+@pytest.mark.parametrize("command", ["serve", "join"])
+def test_tls_links_are_on_unless_a_person_says_otherwise(command: str) -> None:
+    option = next(each for each in load_command(command).params if each.name == "tls_links")
+    assert (option.default, option.opts, option.secondary_opts) == (True, ["--tls-links"], ["--no-tls-links"])

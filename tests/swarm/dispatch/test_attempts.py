@@ -7,14 +7,13 @@ import pytest
 
 from swarm.dispatch.attempts import (
     BUSY_PATIENCE_S,
-    HEDGE_BURST,
     LOOK_S,
     RESEND_S,
     AttemptStats,
-    HedgeBudget,
     LayerAttempts,
     Order,
 )
+from swarm.dispatch.hedge_budget import HEDGE_BURST, HedgeBudget
 from swarm.dispatch.plan import HERE, Batch, part_of, plan_dispatch
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.dispatch.turns import Turns
@@ -180,13 +179,6 @@ def test_who_was_hedged_is_not_hedged_again_while_the_copy_has_its_own_time() ->
         at, new = case.wait()
     assert nodes(new) == [C]
     assert at == hedge.overdue_at or at - hedge.sent_at >= 0.25
-
-
-def test_the_budget_is_a_share_of_what_is_sent() -> None:
-    budget = HedgeBudget()
-    assert sum(budget.spend() for _ in range(100)) == HEDGE_BURST
-    budget.earn(100)
-    assert sum(budget.spend() for _ in range(100)) == 5
 
 
 def test_a_failed_batch_goes_to_a_replica_at_once() -> None:
@@ -518,11 +510,13 @@ def test_a_holder_that_comes_while_a_layer_waits_is_asked() -> None:
     turns = Turns()
     waiting_for_b(turns, hint_s=5.0)
     case = waiting_for_b(turns)
+    assert len(turns.lines[B].places) == 2
     assert case.others is not None
     case.others[B].append(C)
     at, new = case.wait_for_orders()
     assert nodes(new) == [C]
     assert at <= NOW + LOOK_S
+    assert len(turns.lines[B].places) == 1, "it waits there no more"
     answer(case, new[0], at)
     assert case.winners == [A, C]
 
@@ -577,6 +571,17 @@ def test_a_batch_that_another_has_answered_holds_no_place() -> None:
     assert turns.has("other")
     turns.leave("other", NOW + 3)
     assert not turns.lines
+
+
+def test_a_part_that_is_needless_leaves_its_line() -> None:
+    turns = Turns()
+    turns.wait("huge", C, NOW + 5, NOW, flow="huge", size=1000, since=NOW, wake=lambda now: None)
+    case = Case(others={A: [], B: [A, C]}, split=True, has_local=True, turns=turns)
+    parts = case.attempts.failed(case.orders[1], LOST, NOW)
+    assert nodes(parts) == [A, C]
+    assert turns.has(parts[1])
+    assert nodes(case.attempts.failed(parts[0], LOST, NOW + 0.01)) == [HERE]
+    assert not turns.has(parts[1])
 
 
 def test_the_parts_of_a_split_batch_leave_their_lines_when_it_is_given_up() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import itertools
+import random
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -533,17 +534,18 @@ def test_the_right_number_of_rows_of_the_other_form_is_refused() -> None:
     virtual_time.run(main())
 
 
+@pytest.mark.parametrize("n_rows", [1, 3])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 3e38, -1e31], ids=str)
-def test_numbers_that_would_spoil_the_whole_answer_are_refused_and_close_the_link(value: float) -> None:
+def test_numbers_that_would_spoil_the_whole_answer_are_refused_and_close_the_link(value: float, n_rows: int) -> None:
     async def main() -> None:
         async with star(F32) as it:
-            rows = np.zeros((1, D), np.float32)
-            rows[0, 3] = value
+            rows = np.zeros((n_rows, D), np.float32)
+            rows[n_rows // 2, 3] = value
             connection = await it.holders.connection(A)
             it.answer_of[A] = lambda request: result(rows, RowCodec.F32)
-            x, _, weights = choice(1)
+            x, _, weights = choice(n_rows)
             with pytest.raises(ExpertUnavailable, match="not finite, or absurdly large") as caught:
-                await it.dispatcher.dispatch(2, x, np.array([[0, 5, 6, 7]], np.int32), weights)
+                await it.dispatcher.dispatch(2, x, np.array([[0, 5, 6, 7]] * n_rows, np.int32), weights)
             assert caught.value.experts == (0,)
             assert isinstance(connection.close_error, RemoteProtocolError)
             assert it.placement.destinations == (B, C)
@@ -1006,6 +1008,48 @@ def test_a_cancelled_dispatch_holds_nobody_up_at_a_busy_peer() -> None:
             assert not it.dispatcher.turns.lines
             with pytest.raises(asyncio.CancelledError):
                 await first
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_befalls_capped_peers_and_lanes_nobody_waits_for_ever_and_no_place_is_left(seed: int) -> None:
+    async def main() -> None:
+        rng = random.Random(seed)
+        with_replicas = {A: range(E), B: range(5, E), C: (0, 8, 9, 10, 11)}
+        async with star(EXACT, with_replicas if rng.random() < 0.5 else SLICES) as it:
+            it.dispatcher.chunk_bytes = rng.choice((0, 4 * D))
+            n_answered = 0
+
+            def unreliable(node: NodeId) -> Callable[[m.Dispatch], m.Response | None]:
+                cap = Capped(rng.choice((50, 200)))
+
+                def answer(request: m.Dispatch) -> m.Response | None:
+                    fate = rng.random()
+                    if fate < 0.01:
+                        raise LookupError("not here")
+                    return None if fate < 0.02 else cap(request)
+
+                return answer
+
+            it.answer_of = {node: unreliable(node) for node in (A, B, C)}
+
+            async def lane(number: int) -> None:
+                nonlocal n_answered
+                for seed in range(6):
+                    x, ids, weights = choice(rng.choice((1, 16, 60)), 10 * seed + number)
+                    began = now()
+                    task = asyncio.create_task(it.dispatcher.dispatch(2, x, ids, weights))
+                    if rng.random() < 0.15:
+                        asyncio.get_running_loop().call_later(rng.uniform(0.0, 2.0), task.cancel)
+                    with contextlib.suppress(ExpertUnavailable, asyncio.CancelledError):
+                        assert (await task).tobytes() == in_llama_order(2, x, ids, weights).tobytes()
+                        n_answered += 1
+                    assert now() - began < 4 * BATCH_TIMEOUT_S
+
+            await asyncio.gather(*[lane(number) for number in range(4)])
+            assert n_answered
+            assert not it.dispatcher.turns.lines
 
     virtual_time.run(main())
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from swarm.dispatch.attempts import AttemptStats, HedgeBudget, LayerAttempts, Order
+from swarm.dispatch.attempts import AttemptStats, LayerAttempts, Order
 from swarm.dispatch.flight import BUSY_RETRY_S, MOST_RETRY_S, Flight
+from swarm.dispatch.hedge_budget import HedgeBudget
 from swarm.dispatch.plan import plan_dispatch
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.errors import ConnectionLost, ExpertUnavailable, RemoteProtocolError, RemoteRefused, SwarmError

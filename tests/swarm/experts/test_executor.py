@@ -63,6 +63,46 @@ def test_with_weights_each_row_is_its_weighted_sum_in_pair_order(executor: Exper
     np.testing.assert_array_equal(partial, expected)
 
 
+def long_dispatch(n_rows: int, *, repeats: bool = False) -> dict[str, Any]:
+    """Some of eight experts for each row, in no order; with `repeats` a row has one of them twice."""
+    rng = np.random.default_rng(n_rows)
+    ids = [rng.permutation(np.arange(8, 16, dtype=np.uint16))[: 1 + row % 4] for row in range(n_rows)]
+    if repeats:
+        ids[5][-1] = ids[5][0]
+    return {
+        "layer": 1,
+        "x": rng.standard_normal((n_rows, 256)).astype(np.float32),
+        "row_counts": np.array([len(each) for each in ids], np.uint8),
+        "expert_ids": np.concatenate(ids),
+        "weights": rng.random(sum(map(len, ids))).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("n_rows", [9, 40])
+@pytest.mark.parametrize("repeats", [False, True])
+def test_sums_of_more_pairs_than_a_graph_takes_are_those_of_all_at_once(
+    executor: ExpertExecutor, ffn: ExpertFfn, monkeypatch: pytest.MonkeyPatch, n_rows: int, repeats: bool
+) -> None:
+    sent = long_dispatch(n_rows, repeats=repeats)
+    whole = executor.run(**sent)
+    monkeypatch.setattr(ffn, "max_pairs", 7)
+    cut = executor.run(**sent)
+    assert cut.dtype == np.float32
+    np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-5 * np.abs(whole).max())
+
+
+def test_with_exact_kernels_the_order_of_sums_does_not_depend_on_how_many_there_are(
+    executor: ExpertExecutor, ffn: ExpertFfn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swarm.experts.executor.has_exact_kernels", lambda: True)
+    monkeypatch.setattr(ffn, "max_pairs", 7)
+    sent = long_dispatch(12)
+    raw = executor.run(**{**sent, "weights": None})
+    starts = np.cumsum(sent["row_counts"], dtype=int) - sent["row_counts"]
+    in_order = _sum_rows(raw * sent["weights"][:, None], starts, sent["row_counts"].astype(int))
+    np.testing.assert_array_equal(executor.run(**sent), in_order)
+
+
 @pytest.mark.parametrize("with_weights", [False, True])
 def test_rows_with_equally_many_pairs_give_what_each_row_alone_gives(
     executor: ExpertExecutor, with_weights: bool

@@ -15,8 +15,9 @@ from swarm.net import fast_links
 from swarm.net.byte_counts import ByteCounts
 from swarm.net.connection import Connection
 from swarm.net.fast_links import CHECK_S, MAX_LINKS, FastLinks
-from swarm.net.link_choice import FIRST_RETRY_S
+from swarm.net.link_choice import COPIED_LOSSES, COPIED_PACKETS, FIRST_RETRY_S
 from swarm.net.paths import Path
+from swarm.net.tcp_losses import Packets
 from swarm.net.tls_link import TlsLink
 from tests import virtual_time
 from tests.virtual_time import now
@@ -28,13 +29,17 @@ NODE = NodeId(bytes([2]) * 32)
 class Link:
     """Of a link what its keeper uses."""
 
-    is_stalled = False
+    is_stalled = is_copying = False
+    takes_copies = True
+    second: TlsLink | None = None
+    told: Packets | None = None  # of its packets
+    on_gone: Callable[[TlsLink], None]
 
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
 
-    def packets(self) -> None:
-        return None
+    def packets(self) -> Packets | None:
+        return self.told
 
     def close(self, error: SwarmError | None = None) -> None:
         self.is_open = False
@@ -75,6 +80,7 @@ class Dials:
     ) -> TlsLink:
         self.n += 1
         link = Link(is_open=self.n > self._n_dead)
+        link.on_gone = on_gone
         if not link.is_open:
             on_gone(cast(TlsLink, link))
         return cast(TlsLink, link)
@@ -156,6 +162,82 @@ def test_a_connection_that_ends_while_its_link_is_dialled_gets_none(monkeypatch:
         connection.is_open = False
         await asyncio.sleep(2 * CHECK_S)
         assert links.n_open == 0
+        await links.close()
+
+    virtual_time.run(main())
+
+
+async def lossy(links: FastLinks) -> Link:
+    """Return the open link, once it has lost enough and what follows from that is done."""
+    link = cast(Link, await settled(links))
+    link.told = Packets(100, COPIED_LOSSES)
+    await settled(links)
+    await asyncio.sleep(CHECK_S)
+    return link
+
+
+def test_a_link_that_loses_packets_is_doubled_while_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        dials = Dials()
+        monkeypatch.setattr(fast_links, "_dial", dials)
+        links = FastLinks(ME, now=now)
+        link = await lossy(links)
+        assert link.second is not None
+        assert link.is_copying
+        assert links.n_open == 1
+        link.told = Packets(100 + 2 * COPIED_PACKETS, COPIED_LOSSES)
+        await settled(links)
+        link.told = Packets(100 + 4 * COPIED_PACKETS, COPIED_LOSSES)
+        await settled(links)
+        assert not link.is_copying
+        assert link.second is not None, "losses come again"
+        assert dials.n == 2
+        await links.close()
+
+    virtual_time.run(main())
+
+
+def test_a_second_link_that_fails_is_dialled_again_later_and_the_first_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        dials = Dials()
+        monkeypatch.setattr(fast_links, "_dial", dials)
+        links = FastLinks(ME, now=now)
+        link = await lossy(links)
+        second = cast(Link, link.second)
+        second.on_gone(cast(TlsLink, second))
+        assert link.second is None
+        assert await settled(links) is cast(TlsLink, link)
+        assert dials.n == 2
+        await asyncio.sleep(FIRST_RETRY_S)
+        await settled(links)
+        assert dials.n == 3
+        assert link.second not in (None, second)
+        await links.close()
+
+    virtual_time.run(main())
+
+
+def test_a_peer_that_knows_no_copies_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(fast_links, "_dial", Dials())
+        monkeypatch.setattr(Link, "takes_copies", False)
+        links = FastLinks(ME, now=now)
+        link = await lossy(links)
+        assert link.second is None
+        assert not link.is_copying
+        await links.close()
+
+    virtual_time.run(main())
+
+
+def test_a_second_link_that_ends_as_it_opens_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        dials = Dials()
+        monkeypatch.setattr(fast_links, "_dial", dials)
+        links = FastLinks(ME, now=now)
+        await settled(links)
+        dials._n_dead = 2
+        assert (await lossy(links)).second is None
         await links.close()
 
     virtual_time.run(main())

@@ -72,3 +72,24 @@ def test_a_link_that_loses_packets_is_given_up_unless_they_are_few_among_many() 
     assert choice.loses(5 * c.CLEAN_PACKETS - 1, 3, rtt_s)
     choice.opened(1.0)
     assert choice.loses(c.CLEAN_PACKETS - 1, 1, rtt_s), "a new link is counted anew"
+
+
+def test_a_link_that_loses_much_is_doubled_until_it_loses_little() -> None:
+    choice = LinkChoice()
+    assert not choice.copies(1000, c.COPIED_LOSSES - 1)
+    assert choice.copies(1001, c.COPIED_LOSSES)
+    assert choice.copies(1000 + c.COPIED_PACKETS, c.COPIED_LOSSES + 1), "a few are enough to go on"
+    assert not choice.copies(3000 + c.COPIED_PACKETS, c.COPIED_LOSSES + 1)
+    assert not choice.copies(3001 + c.COPIED_PACKETS, c.COPIED_LOSSES + 2), "and too few to begin again"
+
+
+def test_losses_that_are_far_apart_double_nothing() -> None:
+    choice = LinkChoice()
+    assert not any(choice.copies(n * 100, n * 100 // c.COPIED_PACKETS) for n in range(1, 200))
+
+
+def test_a_new_link_begins_without_a_past() -> None:
+    choice = LinkChoice()
+    assert choice.copies(100, c.COPIED_LOSSES)
+    choice.opened(0.0)
+    assert not choice.copies(10, c.UNCOPIED_LOSSES)

@@ -161,3 +161,18 @@ def test_an_event_that_follows_a_stream_s_bytes_is_not_lost(pair: Pair) -> None:
         kinds.append(type(event).__name__)
     assert kinds.count("StreamDataReceived") == 1
     assert "StreamReset" in kinds
+
+
+def test_what_is_abandoned_behind_a_long_stream_does_not_hold_it_up() -> None:
+    """aioquic by itself sends one packet of it, since the end of the other finds that packet full."""
+    pair = Pair(AioquicDriver)
+    kept, *others = (int(pair.client.quic.get_next_available_stream_id()) + 4 * n for n in range(100))
+    for stream in (kept, *others):
+        pair.client.send_stream_data(stream, bytes(60_000), True)
+    for stream in others:  # more of them than packets have room for their ends beside it
+        pair.client.abandon_stream(stream)
+    datagrams = list(pair.client.flush(pair.now, has_data=True))
+    assert len(datagrams) >= 60_000 / 1232
+    pair.server.receive([data for data, _ in datagrams], CLIENT, pair.now)
+    assert sum(size for stream, size, _ in events_of(pair.server) if stream == kept) == 60_000
+    assert not pair.client._has_abandoned()  # type: ignore[attr-defined]

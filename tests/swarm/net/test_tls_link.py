@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
-from swarm.errors import ConnectionLost
+from swarm.errors import ConnectionLost, RemoteRefused
 from swarm.identity import Identity
 from swarm.net import tls_link
-from swarm.net.tls_link import COPY_BURST, LEAST_LATE_S, MOST_LATE, MOST_LATE_S, N_STRIKES, STALLED_S, TlsLink
-from swarm.net.tls_records import encode_exchange
+from swarm.net.link_copies import LinkCopies
+from swarm.net.tls_link import BEATEN_S, COPY_BURST, LEAST_LATE_S, MOST_LATE, MOST_LATE_S, N_STRIKES, STALLED_S, TlsLink
+from swarm.net.tls_records import RecordKind, RecordReader, encode_exchange
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.frames import encode
@@ -64,6 +66,9 @@ class Transport(asyncio.Transport):
 
     def get_write_buffer_size(self) -> int:
         return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
 
     def is_closing(self) -> bool:
         return self._is_closed
@@ -202,6 +207,60 @@ def test_a_peer_that_has_become_slow_does_not_get_all_of_its_work_twice() -> Non
     run(main())
 
 
+def test_a_peer_that_is_slow_without_losing_anything_is_not_asked_twice_however_long_it_takes() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.link._copies, world.service_s, world.is_peer_slow = 0.0, 2.0, True
+        assert await asyncio.gather(*(world.ask() for _ in range(4))) == [(1.0, pytest.approx(2.0, abs=0.01))] * 4
+        assert await world.ask(200) == (1.0, pytest.approx(2.0, abs=0.01)), "nor is what has no measure yet"
+        assert world.n_elsewhere == 0
+        assert world.link.is_open
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_what_is_large_is_asked_elsewhere_only_when_it_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        world = World()
+        monkeypatch.setattr(tls_link, "is_copied", lambda message: False)
+        await world.warm_up()
+        world.stop()
+        number, taken_s = await world.ask()
+        assert number == 2.0
+        assert taken_s == pytest.approx(SERVICE_S + MOST_LATE_S + SERVICE_S, abs=0.005)
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_copy_that_is_refused_does_not_fail_what_is_still_under_way() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.service_s = 0.02
+        refused = asyncio.get_running_loop().create_future()
+        refused.set_exception(RemoteRefused("too many", remote_code=m.ErrorCode.BUSY))
+        answer = await world.link.start(dispatch(), timeout_s=TIMEOUT_S, retry=lambda: refused)
+        assert isinstance(answer, m.Result)
+        assert world.link.n_retried == 1
+        refused = asyncio.get_running_loop().create_future()
+        refused.set_exception(RemoteRefused("too many", remote_code=m.ErrorCode.BUSY))
+        world.stop()
+        lost = world.link.start(dispatch(), timeout_s=TIMEOUT_S, retry=lambda: refused)
+        await asyncio.sleep(0.5)
+        assert not lost.done()
+        world.link.close()
+        with pytest.raises(ConnectionLost):
+            await lost
+        world.server.close()
+
+    run(main())
+
+
 def test_work_of_another_size_is_measured_by_itself() -> None:
     async def main() -> None:
         world = World()
@@ -296,5 +355,152 @@ def test_a_request_that_does_not_arrive_in_time_is_given_up() -> None:
         assert not session._arriving, "what has arrived of it is held no more"
         world.link.close()
         world.server.close()
+
+    run(main())
+
+
+class Doubled:
+    """A client's link that is doubled by a second one, to one server."""
+
+    def __init__(self) -> None:
+        self.first, self.second = World(), World()
+        self._copies = LinkCopies()
+        self.n_cancelled = 0
+        for world in (self.first, self.second):
+            world.server._on_request = functools.partial(self._on_request, world)
+            world.server._on_cancel = self._on_cancel
+        self.first.link.second, self.first.link.is_copying = self.second.link, True
+
+    def _on_request(self, world: World, link: TlsLink, exchange: int, request: m.Request) -> None:
+        assert isinstance(request, m.Dispatch)
+        link.on_answered = self._copies.answered
+        if link.copy_number is None or self._copies.is_first(link, exchange, link.copy_number, request):
+            world._serve(link, exchange, request)
+
+    def _on_cancel(self, link: TlsLink, exchange: int) -> None:
+        self.n_cancelled += 1
+
+    async def open(self) -> None:
+        await asyncio.gather(self.first.link.opened, self.second.link.opened)
+
+    @property
+    def n_served(self) -> int:
+        return self.first.n_served + self.second.n_served
+
+    def close(self) -> None:
+        for world in (self.first, self.second):
+            world.link.close()
+            world.server.close()
+
+
+def assert_in_time(answer: tuple[float, float]) -> None:
+    """Over one of the links, not late."""
+    number, taken_s = answer
+    assert number == 1.0
+    assert taken_s == pytest.approx(SERVICE_S, abs=1e-4)
+
+
+def test_a_small_dispatch_goes_over_both_links_and_is_served_once() -> None:
+    async def main() -> None:
+        both = Doubled()
+        await both.open()
+        for n in range(20):
+            assert_in_time(await both.first.ask())
+            await asyncio.sleep(SERVICE_S)
+            assert both.n_served == n + 1
+        assert (both.first.n_served, both.first.n_elsewhere) == (20, 0)
+        assert len(both._copies) == 0, "each was asked for twice"
+        sent = both.second.link.bytes_sent
+        both.first.link.is_copying = False
+        await both.first.ask()
+        await asyncio.sleep(SERVICE_S)
+        assert both.second.link.bytes_sent == sent
+        both.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("direction", ["forth", "back"])
+def test_what_one_link_is_late_with_the_other_brings_in_time(direction: str) -> None:
+    async def main() -> None:
+        both = Doubled()
+        await both.open()
+        for n in range(10):
+            late = getattr(both.first if n % 2 else both.second, direction)
+            late.is_stopped = True
+            assert_in_time(await both.first.ask())
+            late.go_on()
+            await asyncio.sleep(2 * SERVICE_S)
+            assert both.n_served == n + 1
+        assert both.first.n_elsewhere == 0
+        assert both.first.link.is_open
+        assert both.second.link.is_open
+        assert not both.first.link.is_stalled
+        both.close()
+
+    run(main())
+
+
+def test_the_same_number_stands_before_a_request_on_both_links() -> None:
+    async def main() -> None:
+        both = Doubled()
+        await both.open()
+        for world in (both.first, both.second):
+            world.forth.is_stopped = True
+        answer = both.first.link.start(dispatch(), timeout_s=TIMEOUT_S)
+        await asyncio.sleep(0.0001)
+        first, second = (RecordReader().feed(world.forth._held) for world in (both.first, both.second))
+        for records in (first, second):
+            assert [record.kind for record in records] == [RecordKind.COPY, RecordKind.END]
+        assert first[0].exchange == second[0].exchange
+        assert first[1].data == second[1].data
+        for world in (both.first, both.second):
+            world.forth.go_on()
+        await answer
+        both.close()
+
+    run(main())
+
+
+def test_who_waits_no_more_is_not_served_on_either_link() -> None:
+    async def main() -> None:
+        both = Doubled()
+        await both.open()
+        both.first.service_s = 1.0
+        answer = both.first.link.start(dispatch(), timeout_s=TIMEOUT_S)
+        await asyncio.sleep(0.1)
+        answer.cancel()
+        await asyncio.sleep(0.1)
+        assert both.n_cancelled == 2
+        both.close()
+
+    run(main())
+
+
+def test_a_link_whose_second_answers_everything_is_given_up_and_takes_it_along() -> None:
+    async def main() -> None:
+        both = Doubled()
+        await both.open()
+        both.first.stop()
+        began = now()
+        while both.first.link.is_open:
+            assert now() - began < 2 * BEATEN_S
+            assert (await both.first.ask())[0] == 1.0
+            await asyncio.sleep(0.05)
+        assert now() - began >= BEATEN_S
+        assert not both.second.link.is_open
+        both.close()
+
+    run(main())
+
+
+def test_without_its_second_a_link_goes_on_alone() -> None:
+    async def main() -> None:
+        both = Doubled()
+        await both.open()
+        both.second.link.close()
+        assert_in_time(await both.first.ask())
+        assert both.first.link.is_open
+        both.close()
 
     run(main())

@@ -13,6 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 from swarm.errors import RemoteProtocolError, UserError
 from swarm.wire.rows import (
+    ENCODED_AT_ONCE_BYTES,
     RowCodec,
     Wire,
     WireForm,
@@ -174,6 +175,13 @@ def test_no_value_moves_further_than_its_format_makes_it(
     assert (back.shape, back.dtype) == (x.shape, np.float32)
     assert (np.abs(back.astype(np.float64) - x) <= largest_error(x, codec)).all()
     assert (back[x == 0] == 0).all()
+
+
+@pytest.mark.parametrize("codec", RowCodec)
+def test_many_rows_are_the_bytes_of_each_whether_they_lie_in_order_or_not(codec: RowCodec) -> None:
+    n_rows = 2 * ENCODED_AT_ONCE_BYTES // (4 * 512) + 3
+    rows = np.random.default_rng(3).standard_normal((n_rows, 1024)).astype(np.float32)[:, ::2]
+    assert encode_rows(rows, codec) == b"".join(encode_rows(row[None], codec) for row in rows)
 
 
 @pytest.mark.parametrize("codec", CODECS)
