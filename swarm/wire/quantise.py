@@ -48,6 +48,9 @@ and where BF16 rounds to infinity (3.39e38). F16 clamps finite values to +-65504
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -71,6 +74,26 @@ _HALF = np.uint32(16)
 _MOST = np.float32(127.0)  # of an i8, in both directions
 _ORDINARY = 1e35  # times the largest code, 448, a float32 stays finite
 _U2, _F2, _F4 = np.dtype("<u2"), np.dtype("<f2"), np.dtype("<f4")
+
+
+class HalfKernels(NamedTuple):
+    """Conversions between f32 and f16 in the processor's own instructions, which numpy does not use.
+
+    Both take (address of the input, address of the output, number of values), and round as numpy does: to nearest even,
+    values from 65,520 on to infinity.
+    """
+
+    encode: Callable[[int, int, int], None]
+    decode: Callable[[int, int, int], None]
+
+
+_half: HalfKernels | None = None
+
+
+def use_half_kernels(kernels: HalfKernels | None) -> None:
+    """Convert with these from now on; None: with numpy. The bits are the same (512 rows of 2,048: 0.05 instead of 1.6 ms)."""
+    global _half
+    _half = kernels
 
 
 # Blocks: scales [N, B], codes [N, D]
@@ -141,11 +164,11 @@ def decode_fp8(raw: Bytes, n_embd: int) -> F32:
 def _peaks(x: F32, block: int) -> F32:
     """Return the largest magnitude of each block, [N, B]; NaN for a block with a NaN."""
     n_rows, n_embd = x.shape
-    if n_embd % block == 0:
+    if n_rows == 1 and n_embd % block == 0:
         return np.maximum.reduce(np.abs(x).reshape(n_rows, -1, block), axis=2)  # type: ignore[no-any-return]
     size = np.abs(x).ravel()
     starts = np.arange(0, n_embd, block)
-    if n_rows > 1:
+    if n_rows > 1:  # a third of what reducing an axis of 32 takes (512 rows of 2,048: 0.6 ms)
         starts = (np.arange(0, size.size, n_embd)[:, np.newaxis] + starts).ravel()
     peaks: F32 = np.maximum.reduceat(size, starts)
     return peaks.reshape(n_rows, -1)
@@ -211,7 +234,7 @@ def decode_bf16(raw: Bytes) -> F32:
 def encode_f16(x: F32) -> Bytes:
     """Return rows [N, D] as [N, 2 D] bytes."""
     if np.maximum.reduce(np.abs(x), axis=None) < F16_OVERFLOW:
-        return x.astype(_F2).view(np.uint8)
+        return _halves(x).view(np.uint8)
     with np.errstate(all="ignore"):  # something rounds to an infinity, or there is a NaN
         halves = x.astype(_F2)
     is_over = np.isfinite(x) & (np.abs(x) >= F16_OVERFLOW)
@@ -221,7 +244,22 @@ def encode_f16(x: F32) -> Bytes:
 
 def decode_f16(raw: Bytes) -> F32:
     """Return [N, D] of [N, 2 D] bytes."""
-    return raw.view(_F2).astype(np.float32)
+    kernels = _half
+    if kernels is None or not raw.flags.c_contiguous:
+        return raw.view(_F2).astype(np.float32)
+    x = np.empty((len(raw), raw.shape[1] // 2), np.float32)
+    kernels.decode(raw.ctypes.data, x.ctypes.data, x.size)
+    return x
+
+
+def _halves(x: F32) -> npt.NDArray[np.float16]:
+    """Return x [N, D], C order, as float16."""
+    kernels = _half
+    if kernels is None:
+        return x.astype(_F2)
+    halves = np.empty(x.shape, _F2)
+    kernels.encode(x.ctypes.data, halves.ctypes.data, x.size)
+    return halves
 
 
 def _e4m3_values() -> F32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from swarm.experts.expert_ffn import ExpertFfn
 from swarm.ids import ExpertSet
 from swarm.model.gguf_file import GgufFile
 from swarm.model.spec import read_spec
+from swarm.native.library import half_kernels as half_kernels_of
 from swarm.native.library import load_library
 from swarm.wire import quantise
 from swarm.wire.rows import RowCodec, WireForm, decode_rows, encode_rows, out_codec
@@ -311,6 +312,43 @@ def test_bf16_rounds_to_the_nearest_ties_to_even() -> None:
         assert (codes == (upper + goes_up) + bit).all()
 
 
+@pytest.fixture(params=["numpy", "ggml"])
+def half_kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Converts between f32 and f16 with the one or the other."""
+    found = half_kernels_of(load_library())
+    quantise.use_half_kernels(found if request.param == "ggml" else None)
+    yield request.param
+    quantise.use_half_kernels(found)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2047), (3, 64), (33, 100)])
+def test_ggml_converts_halves_as_numpy_does(shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(4)
+    kernels = half_kernels_of(load_library())
+    bits = rng.integers(0, 1 << 32, shape, dtype=np.uint64).astype(np.uint32)
+    bits[:, ::3] = rng.integers(
+        0x38000000, 0x477FF000, bits[:, ::3].shape
+    )  # those with a half between 2^-15 and 65,504
+    x = bits.view(np.float32)
+    halves = np.full(shape, 0x5555, np.uint16)
+    kernels.encode(x.ctypes.data, halves.ctypes.data, x.size)
+    with np.errstate(all="ignore"):
+        expected = x.astype(np.float16)
+    is_nan = np.isnan(x)
+    assert (halves == expected.view(np.uint16))[~is_nan].all()
+    assert np.isnan(halves.view(np.float16)[is_nan]).all()
+    codes = rng.integers(0, 1 << 16, shape).astype(np.uint16)
+    back = np.full(shape, 7, np.float32)
+    kernels.decode(codes.ctypes.data, back.ctypes.data, codes.size)
+    assert np.array_equal(back, codes.view(np.float16).astype(np.float32), equal_nan=True)
+
+
+def test_the_engine_brings_its_kernels_for_halves() -> None:
+    load_library()
+    assert quantise._half is not None
+
+
+@pytest.mark.usefixtures("half_kernels")
 def test_f16_is_numpys_but_clamps() -> None:
     x = np.array([[1.0, 65504, 65519.99, 65520, 1e38, -1e38, 2.0**-24, 2.0**-26, -0.0]], np.float32)
     expected = np.array([1.0, 65504, 65504, 65504, 65504, -65504, 2.0**-24, 0, -0.0], np.float32)
