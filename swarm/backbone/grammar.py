@@ -6,15 +6,17 @@ Schemas and grammars come from strangers: llguidance bounds what they cost (its 
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper, grammar_from
 
 from swarm.backbone.requests import Grammar, GrammarKind
 from swarm.errors import UserError
 from swarm.native.llama import LlamaModel
+
+if TYPE_CHECKING:  # else imported when the first answer is held to something: 2.4 MB
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024  # guessed: the longest published JSON schemas have some 200 Ki
 JSON_SPACE = (
@@ -47,6 +49,8 @@ class GrammarVocabulary:
         Raises:
             UserError: the grammar is malformed, or more complex than its limits allow.
         """
+        from llguidance import LLMatcher, grammar_from
+
         if len(grammar.text) > MAX_GRAMMAR_CHARS:
             raise UserError(
                 f"the grammar is too long: got {len(grammar.text)} characters, expected at most {MAX_GRAMMAR_CHARS}"
@@ -65,6 +69,8 @@ class GrammarVocabulary:
         return GrammarMatcher(matcher, self._owner.model.n_vocab)
 
     def _made(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         with self._lock:
             if self._tokenizer is None:
                 model = self._owner.model

@@ -22,9 +22,9 @@ from swarm.native.pages import give_back, give_back_pages
 MAX_SOURCES = 10  # GGML_MAX_SRC, by the layout of ggml_tensor
 STUB_WEIGHTS = ("_up_exps.weight", "_gate_exps.weight", "_gate_up_exps.weight")  # ends of their names in a GGUF file
 VIEWS = ("NONE", "VIEW", "RESHAPE", "PERMUTE", "TRANSPOSE")  # operations that compute nothing
-# Least memory of a stub's product that is given back: 64 rows of D=2048 with 8 experts each. What other nodes leave there has to
-# be touched anew, at 0.2 ms a MB (measured), which short steps would notice.
-GIVEN_FROM_BYTES = 4 << 20
+# Least memory of a stub's product that is given back: of 128 rows of D=2048 with 8 experts each. Giving it back takes time
+# (`native/pages`), which short steps would notice; they leave little there.
+GIVEN_FROM_BYTES = 8 << 20
 
 
 class StubNodes:

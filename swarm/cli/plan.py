@@ -66,7 +66,7 @@ def plan(
     draft_cost: Annotated[str, typer.Option("--draft-cost", metavar="TIME", help="Cost of drafting them.")] = "0ms",
     link: Annotated[
         LinkKind,
-        typer.Option("--link", help="What carries dispatches; auto: tls where every round trip is at most 10 ms."),
+        typer.Option("--link", help="What carries dispatches; auto: tls where every round trip is at most 15 ms."),
     ] = LinkKind.AUTO,
     software: Annotated[
         str | None,

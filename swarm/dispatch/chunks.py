@@ -27,12 +27,13 @@ from swarm.dispatch.plan import Batch
 #   64 rows, 131 KB      100 Mbit/s   as here 2: 1.11   3: 1.14   4: 1.09
 #                        1 Gbit/s     2: 0.98   3: 0.98   4: 0.94       there the cores bind, not the link
 # As it is now, 512 rows at 100 Mbit/s: 1.61 (docs/bench/prefill.json).
-# On loopback, over a TLS link, bytes take a twentieth of the compute: 8 chunks cost 1 to 3 % over a whole batch (experts are
-# read once for each), and 3 chunks no less than 8. Not changed there: between chunks a peer serves others, which would wait five
-# times as long for a whole one (docs/performance.md).
 CHUNK_BYTES = 32 << 10
 MAX_CHUNKS = 8
 PEAK = 4  # the largest chunk over the first
+# The first chunk over a TLS link, in multiples of the others'. Its path is short: on loopback bytes take a twentieth of the
+# compute, and a row of synth16 computes 20 % longer in a chunk of 16 than in one of 64. Whole batches gain 1 to 3 % more, but
+# between chunks a peer serves others, which would wait five times as long; so they wait up to 1.7 times as long.
+NEAR_FACTOR = 4
 
 
 def cut(batch: Batch, *, row_bytes: float, chunk_bytes: int) -> list[Batch]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from swarm.dispatch.attempts import AttemptStats, LayerAttempts, Order
 from swarm.dispatch.audit import OPINION_TIMEOUT_S
 from swarm.dispatch.auditor import Auditor
-from swarm.dispatch.chunks import CHUNK_BYTES, cut
+from swarm.dispatch.chunks import CHUNK_BYTES, NEAR_FACTOR, cut
 from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.contributions import Contributions
@@ -128,14 +129,20 @@ class _EncodedRows:
     def __init__(self, x: npt.NDArray[np.float32], codec: RowCodec) -> None:
         self.x = x
         self.codec = codec
-        self._data = encode_rows(x, codec)
-        # [T, bytes of a row]
-        self._rows = np.frombuffer(self._data, np.uint8).reshape(len(x), -1) if len(x) > 1 else None
+        # In this form they are there already, and a second copy of a long prompt's would be held until its last answer.
+        is_plain = codec in (RowCodec.F32, RowCodec.EXACT) and sys.byteorder == "little"
+        self._data = None if is_plain else encode_rows(x, codec)
+        self._rows = self._bytes_of_rows() if len(x) > 1 else None  # [T, bytes of a row]
+
+    def _bytes_of_rows(self) -> npt.NDArray[np.uint8]:
+        if self._data is None:
+            return np.ascontiguousarray(self.x).view(np.uint8)
+        return np.frombuffer(self._data, np.uint8).reshape(len(self.x), -1)
 
     def of(self, batch: Batch) -> bytes:
         """Return the bytes of a batch's rows."""
-        if batch.n_rows == len(self.x) or self._rows is None:
-            return self._data  # all of them: a batch has each row once, in order
+        if batch.n_rows == len(self.x) or self._rows is None:  # all of them: a batch has each row once, in order
+            return encode_rows(self.x, self.codec) if self._data is None else self._data
         return self._rows[batch.rows].tobytes()
 
 
@@ -143,7 +150,8 @@ class Dispatcher:
     """Computes a layer's routed experts on the swarm.
 
     Attributes:
-        chunk_bytes: see `swarm.dispatch.chunks`; 0 never cuts. May be changed between dispatches.
+        chunk_bytes: see `swarm.dispatch.chunks`; 0 never cuts. Over TLS links NEAR_FACTOR times as much. May be changed
+            between dispatches.
         audits: what looks at answers a second time; None: nothing does.
         asks_in_turn: ask peers one after the other: to show what asking them at once is worth.
     """
@@ -219,7 +227,11 @@ class Dispatcher:
                 for chunk in (
                     (batch,)
                     if batch.destination == HERE
-                    else cut(batch, row_bytes=self._bytes_per_row(batch, codec), chunk_bytes=self.chunk_bytes)
+                    else cut(
+                        batch,
+                        row_bytes=self._bytes_per_row(batch, codec),
+                        chunk_bytes=self._first_chunk_bytes(batch.destination),
+                    )
                 )
             ]
         rows = _EncodedRows(x, codec)
@@ -513,6 +525,10 @@ class Dispatcher:
             future.cancel()
         self._late.add(future)
         future.add_done_callback(self._late.discard)
+
+    def _first_chunk_bytes(self, node: NodeId) -> int:
+        is_near = self.links is not None and self.links.link(node) is not None
+        return self.chunk_bytes * NEAR_FACTOR if is_near else self.chunk_bytes
 
     def _bytes_per_row(self, batch: Batch, codec: RowCodec) -> float:
         """Return what a row of this batch takes on its way out or back, whichever is more."""

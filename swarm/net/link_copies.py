@@ -15,8 +15,8 @@ from typing import Protocol
 from swarm.ids import NodeId
 from swarm.wire import messages as m
 
-# Rows of a dispatch, or of an answer, that go twice: longer ones do not wait for a round trip in the first place. As net/repair:
-# a flight of 48 packets.
+# Rows and pairs of a dispatch, or rows of an answer, that go twice: longer ones do not wait for a round trip in the first place.
+# As net/repair: a flight of 48 packets. Pairs count, since a stranger's kept dispatches may have 255 for each row of one number.
 MAX_COPIED_BYTES = 56 << 10
 # Answers whose copy has not been asked for yet, of all nodes, 28 MB with their requests; beyond, the oldest go. Guessed.
 MAX_KEPT = 256
@@ -134,7 +134,12 @@ class LinkCopies:
 
 def is_copied(message: m.Request) -> bool:
     """Return whether a request is one of those that go twice."""
-    return isinstance(message, m.Dispatch) and message.rows.nbytes <= MAX_COPIED_BYTES
+    if not isinstance(message, m.Dispatch):
+        return False
+    n_pairs_bytes = message.row_counts.nbytes + message.expert_ids.nbytes
+    if message.weights is not None:
+        n_pairs_bytes += message.weights.nbytes
+    return message.rows.nbytes + n_pairs_bytes <= MAX_COPIED_BYTES
 
 
 def _are_equal(a: m.Dispatch, b: m.Dispatch) -> bool:

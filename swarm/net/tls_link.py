@@ -51,6 +51,7 @@ MAX_UNSENT_BYTES = 32 << 20
 # Written at once; the rest waits here. uvloop encrypts a whole write into memory that it keeps for as long as the link lives:
 # a prompt of 512 tokens left 9 MB in each (measured, D=2048 in f32).
 WRITE_BYTES = 256 << 10
+MAX_PONGS = 64  # that wait here unread; four times as many pings as an honest side has unanswered
 # An answer is late after mean + 2 deviations of what answers to as much work took (TCP repairs its last packets later), and no
 # earlier than LEAST_LATE_S after the mean. At 1 % loss and 0.2 to 3 ms it makes p99 of 205 ms 11 with 4 deviations and 3 ms.
 N_DEVIATIONS, LEAST_LATE_S = 2, 0.0015
@@ -127,6 +128,7 @@ class TlsLink(asyncio.Protocol):
         self._is_paused = False  # the transport holds more than it likes to
         self._unwritten: collections.deque[bytes] = collections.deque()
         self._n_unwritten = 0  # bytes of these
+        self._n_pongs_unwritten = 0  # since nothing waited last
         self._check = check
         self._counts = counts
         self._loop = asyncio.get_running_loop()
@@ -234,12 +236,14 @@ class TlsLink(asyncio.Protocol):
         asked.late_at, asked.overdue_at = now + late_s, now + overdue_s
         self._copies = min(COPY_BURST, self._copies + COPY_SHARE)
         asked.add_done_callback(self._on_answer_done)
-        if copy_of is None and self.is_copying and self.second is not None and is_copied(message):
+        second = self.second if self.is_copying else None
+        if copy_of is None and second is not None and second.is_open and asked.is_small:
             copy_of = exchange
             # Later: the first must not wait until the second is encrypted.
             self._loop.call_soon(self._send_copy, asked, message, timeout_s, max_answer_bytes)
         self._flush(copy_of)
-        if self._timer is None or self._timer_at > now + min(timeout_s, late_s):  # else it is soon enough
+        # Else it is soon enough; a peer that is known to take seconds is pinged as any other.
+        if self._timer is None or self._timer_at > now + min(timeout_s, late_s, s.PING_AFTER_S):
             self._set_timer(now)
         return asked
 
@@ -251,10 +255,9 @@ class TlsLink(asyncio.Protocol):
         """Answer a request; silently too late if nobody waits any more."""
         if self._session is None or self._transport is None or not self._session.respond(exchange, message):
             return
-        if self._n_unsent() > MAX_UNSENT_BYTES:
-            self.close(ConnectionLost("the other side does not take its answers"))
-            return
         self._flush()
+        if self._error is not None:  # it does not take its answers
+            return
         if self.on_answered is not None:
             self.on_answered(self, exchange, message)
         if self._is_paused:
@@ -306,7 +309,7 @@ class TlsLink(asyncio.Protocol):
                 elif record.kind is RecordKind.COPY:
                     self.copy_number = record.exchange
                 elif record.kind is RecordKind.PING:
-                    self._write([encode_record(record.exchange, RecordKind.PONG)])
+                    self._pong(record.exchange)
                 else:
                     self._on_pong(record.exchange, now)
         except RemoteProtocolError as error:
@@ -472,6 +475,10 @@ class TlsLink(asyncio.Protocol):
                 if copy_of is not None and out is outgoing[-1]:
                     parts.append(encode_record(copy_of, RecordKind.COPY))
                 parts += encode_exchange(out.exchange, out.data, out.is_end)
+        # Answers, and refusals, of which no handler knows; as many resets as there were requests.
+        if self._n_unsent() > MAX_UNSENT_BYTES and not all(out.is_reset for out in outgoing):
+            self._end(ConnectionLost("the other side does not take its answers"))
+            return
         if parts:
             self._write(parts)
         if self._session.wants_ping:
@@ -499,6 +506,8 @@ class TlsLink(asyncio.Protocol):
                 size += len(parts[-1])
             self._n_unwritten -= size
             self._write_now(parts)
+        if not self._unwritten:
+            self._n_pongs_unwritten = 0
 
     def _write_now(self, parts: list[bytes]) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -517,6 +526,14 @@ class TlsLink(asyncio.Protocol):
             self._write([encode_record(self._next_ping, RecordKind.PING)])
             self._next_ping += 1
         return self._next_ping - 1
+
+    def _pong(self, number: int) -> None:
+        """Answer a ping; raises RemoteProtocolError if too many of these answers wait to be taken."""
+        if self._unwritten or self._is_paused:
+            self._n_pongs_unwritten += 1
+            if self._n_pongs_unwritten > MAX_PONGS:
+                raise RemoteProtocolError(f"too many pings whose answers are not taken: expected at most {MAX_PONGS}")
+        self._write([encode_record(number, RecordKind.PONG)])
 
     def _on_pong(self, number: int, now: float) -> None:
         sent = self._pings.pop(number, None)

@@ -16,6 +16,7 @@ from swarm.net.connection import Connection
 from swarm.net.fast_links import FastLinks
 from swarm.net.tls_link import TlsLink
 from swarm.wire import messages as m
+from swarm.wire.session import KEEPALIVE_S, LOST_AFTER_S
 from tests.e2e.net.test_tls_links import CLIENT, SERVER, TIMEOUT_S, Handler, World, dispatch, until, value, world
 
 N_CUTS = 20
@@ -191,6 +192,31 @@ async def test_a_connection_that_ends_takes_its_link_along_and_what_waits_there(
         assert not link.is_open
         await until(lambda: w.listener.n_links == 0)
         await until(lambda: handler.n_cancelled == 1)
+        assert links.n_open == 0
+
+
+@pytest.mark.slow
+async def test_where_udp_dies_the_link_answers_until_that_is_noticed_and_then_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    async with world(Handler()) as w, fast_links(clock) as links:
+        link = await opened(links, w, clock)
+        monkeypatch.setattr(w.connection, "receive", lambda flight, now: None)
+        loop = asyncio.get_running_loop()
+        died, slowest_s = loop.time(), 0.0
+        while w.connection.is_open:
+            assert loop.time() - died < 2 * (KEEPALIVE_S + LOST_AFTER_S)
+            began = loop.time()
+            try:
+                assert value(await ask(links, w.connection)) == 1.0
+            except ConnectionLost:
+                assert not w.connection.is_open
+            slowest_s = max(slowest_s, loop.time() - began)
+            await asyncio.sleep(0.05)
+        assert slowest_s < 5 * 0.2
+        assert loop.time() - died >= KEEPALIVE_S, "nothing was asked over it"
+        assert not link.is_open
         assert links.n_open == 0
 
 

@@ -216,10 +216,10 @@ async def test_a_dispatch_over_two_links_is_computed_once_and_answered_on_both()
             assert handler.n_asked == n + 1
         assert len(w.listener._copies) == 0
 
-        handler.gate.clear()  # the first link ends while its request is computed: the copy is computed instead
+        handler.gate.clear()  # the first link ends while its request is computed, and takes the second along
         again = functools.partial(w.connection.start, dispatch(), timeout_s=TIMEOUT_S)
         answer = first.start(dispatch(), timeout_s=TIMEOUT_S, retry=again)
-        await until(lambda: handler.n_asked == 21)
+        await until(lambda: handler.n_asked > 20)
         first.close()
         handler.gate.set()
         assert value(await answer) == 1.0
@@ -228,7 +228,7 @@ async def test_a_dispatch_over_two_links_is_computed_once_and_answered_on_both()
 
 
 async def test_an_older_node_is_sent_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_links, "COPIES_ALPN", ALPN)  # when the server makes its context: it knows the session's own alone
+    monkeypatch.setattr(tls_links, "COPIES_ALPN", ALPN)  # when the server makes its context
     async with world(Handler()) as w:
         monkeypatch.undo()
         link = await w.dial()

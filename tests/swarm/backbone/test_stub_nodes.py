@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from swarm.backbone.moe_hook import MoeHook
-from swarm.backbone.stub_nodes import StubNodes
-from swarm.native.ggml import TensorContext, op_code, tensor_name, tensor_op
+from swarm.backbone.stub_nodes import GIVEN_FROM_BYTES, StubNodes
+from swarm.native.ggml import CpuBackend, HostBuffer, TensorContext, op_code, tensor_name, tensor_op
 from swarm.native.layouts import GGML_TYPE_F32, GGML_TYPE_I32, GgmlTensor
 from swarm.native.llama import LlamaContext, LlamaModel
 from tests.swarm.backbone.local_experts import LocalExperts, SplitModel
@@ -108,3 +109,83 @@ def test_a_layer_in_which_something_else_is_computed_is_not_closed() -> None:
     stubs.end(3)
     assert not stubs.is_closed(3)
     context.close()
+
+
+def long_layer(context: TensorContext, backend: CpuBackend) -> tuple[dict[str, int], HostBuffer]:
+    """Return a made-up layer whose stub's result takes memory, all ones as other nodes left it; its weights are ones too."""
+    up = context.new_tensor(GGML_TYPE_F32, 4, 1, 3)
+    down = context.new_tensor(GGML_TYPE_F32, 1, GIVEN_FROM_BYTES // 8, 3)
+    for weights, name in ((up, b"blk.0.ffn_up_exps.weight"), (down, b"blk.0.ffn_down_exps.weight")):
+        GgmlTensor.from_address(weights).name = name
+    x = context.new_tensor(GGML_TYPE_F32, 4, 1, 1)
+    ids = context.new_tensor(GGML_TYPE_I32, 2, 1)
+    product = context.mul_mat_id(up, x, ids)
+    nodes = {"product": product, "live": context.mul(x, x), "result": context.mul_mat_id(down, product, ids)}
+    result_bytes = GgmlTensor.from_address(nodes["result"]).nb[3]
+    assert result_bytes == GIVEN_FROM_BYTES
+    buffer = backend.allocate(4 * GIVEN_FROM_BYTES)
+    buffer.data[:] = 1
+    buffer.place(nodes["result"], 0)
+    buffer.place(down, 2 * GIVEN_FROM_BYTES)
+    return nodes, buffer
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no memory is given back")
+@pytest.mark.parametrize("has_live", [False, True])
+def test_the_memory_of_a_stubs_result_is_given_back_unless_something_lives_before_it(has_live: bool) -> None:
+    with CpuBackend() as backend:
+        context = TensorContext(16)
+        nodes, buffer = long_layer(context, backend)
+        result, weights = buffer.data[4096 : GIVEN_FROM_BYTES - 4096], buffer.data[2 * GIVEN_FROM_BYTES :]
+        stubs = StubNodes()
+        stubs.start(nodes["product"])
+        if has_live:
+            stubs.follow(nodes["live"])
+        stubs.follow(nodes["result"])
+        stubs.end(0)
+        assert result.all() if has_live else not result.any()
+        assert not weights[4096 : GIVEN_FROM_BYTES + GIVEN_FROM_BYTES // 2 - 4096].any(), "a stub's weights"
+        assert buffer.data[GIVEN_FROM_BYTES : 2 * GIVEN_FROM_BYTES].all(), "what lies between"
+        result[:] = 1
+        stubs.end_step(has_run=False)
+        assert result.all(), "of a step that was not computed nothing is known"
+        stubs.end_step(has_run=True)
+        assert result.all(), "and it is forgotten"
+        del result, weights
+        context.close()
+        buffer.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no memory is given back")
+def test_at_the_end_of_a_step_it_is_given_back_once_more() -> None:
+    with CpuBackend() as backend:
+        context = TensorContext(16)
+        nodes, buffer = long_layer(context, backend)
+        result = buffer.data[4096 : GIVEN_FROM_BYTES - 4096]
+        stubs = StubNodes()
+        stubs.start(nodes["product"])
+        stubs.follow(nodes["result"])
+        stubs.end(0)
+        result[:] = 1
+        stubs.end_step(has_run=True)
+        assert not result.any()
+        del result
+        context.close()
+        buffer.close()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="elsewhere no memory is given back")
+def test_weights_that_are_no_stubs_are_never_given_back() -> None:
+    with CpuBackend() as backend:
+        context = TensorContext(16)
+        wide = context.new_tensor(GGML_TYPE_F32, 64, 64, 4)
+        GgmlTensor.from_address(wide).name = b"blk.0.ffn_up_exps.weight"
+        x = context.new_tensor(GGML_TYPE_F32, 64, 1, 1)
+        product = context.mul_mat_id(wide, x, context.new_tensor(GGML_TYPE_I32, 1, 1))
+        buffer = backend.allocate(1 << 17)
+        buffer.data[:] = 1
+        buffer.place(wide, 0)
+        StubNodes().start(product)
+        assert buffer.data.all()
+        context.close()
+        buffer.close()

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import itertools
 import random
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -1330,8 +1331,11 @@ class FakeLinks:
     def __init__(self, node: NodeId, *, is_over: bool) -> None:
         self.node, self.is_over, self.n_started = node, is_over, 0
 
-    def best(self, node: NodeId, connection: object) -> FakeLinks | None:
+    def link(self, node: NodeId) -> FakeLinks | None:
         return self if node == self.node else None
+
+    def best(self, node: NodeId, connection: object) -> FakeLinks | None:
+        return self.link(node)
 
     def start(self, message: m.Request, *, retry: Callable[[], asyncio.Future[m.Response]], **_: object) -> object:
         self.n_started += 1
@@ -1351,6 +1355,24 @@ def test_a_dispatch_goes_over_the_link_there_is_and_over_quic_where_that_has_jus
             assert out.tobytes() == in_llama_order(1, x, ids, weights).tobytes()
             assert links.n_started == 1
             assert sorted(node.raw for node, _ in it.seen) == sorted(node.raw for node in (A, B, C))
+
+    virtual_time.run(main())
+
+
+def test_a_batch_over_a_link_is_cut_into_fewer_chunks_of_no_other_bits() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            chunked(it)
+            tokens = choice(64)
+            far = await it.dispatcher.dispatch(2, *tokens)
+            n_far = Counter(node for node, _ in it.seen)
+            it.seen.clear()
+            it.dispatcher.links = cast(FastLinks, FakeLinks(B, is_over=False))
+            near = await it.dispatcher.dispatch(2, *tokens)
+            n_near = Counter(node for node, _ in it.seen)
+            assert near.tobytes() == far.tobytes()
+            assert 1 < n_near[B] < n_far[B], "the first is NEAR_FACTOR times as large"
+            assert (n_near[A], n_near[C]) == (n_far[A], n_far[C])
 
     virtual_time.run(main())
 

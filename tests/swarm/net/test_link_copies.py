@@ -145,6 +145,22 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_only_small_dispatches_go_twice() -> None:
-    assert is_copied(dispatch(n_embd=MAX_COPIED_BYTES // 4))
-    assert not is_copied(dispatch(n_embd=MAX_COPIED_BYTES // 4 + 1))
+    n_pair_bytes = 1 + 2 + 4
+    assert is_copied(dispatch(n_embd=(MAX_COPIED_BYTES - n_pair_bytes) // 4))
+    assert not is_copied(dispatch(n_embd=(MAX_COPIED_BYTES - n_pair_bytes) // 4 + 1))
     assert not is_copied(m.GetStatus())
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_short_rows_of_very_many_pairs_are_not_small(has_weights: bool) -> None:
+    """Kept until their copies come, 256 of these would be gigabytes."""
+    pairs = np.zeros(255 * 1000, np.uint16)
+    many = dataclasses.replace(
+        dispatch(),
+        row_counts=np.full(1000, 255, np.uint8),
+        expert_ids=pairs,
+        weights=pairs.astype(np.float32) if has_weights else None,
+        rows=np.zeros((1000, 1), np.float32),
+    )
+    assert many.rows.nbytes < MAX_COPIED_BYTES
+    assert not is_copied(many)

@@ -14,8 +14,18 @@ from swarm.errors import ConnectionLost, RemoteRefused
 from swarm.identity import Identity
 from swarm.net import tls_link
 from swarm.net.link_copies import LinkCopies
-from swarm.net.tls_link import BEATEN_S, COPY_BURST, LEAST_LATE_S, MOST_LATE, MOST_LATE_S, N_STRIKES, STALLED_S, TlsLink
-from swarm.net.tls_records import RecordKind, RecordReader, encode_exchange
+from swarm.net.tls_link import (
+    BEATEN_S,
+    COPY_BURST,
+    LEAST_LATE_S,
+    MAX_PONGS,
+    MOST_LATE,
+    MOST_LATE_S,
+    N_STRIKES,
+    STALLED_S,
+    TlsLink,
+)
+from swarm.net.tls_records import RecordKind, RecordReader, encode_exchange, encode_record
 from swarm.wire import messages as m
 from swarm.wire import session as s
 from swarm.wire.frames import encode
@@ -212,10 +222,32 @@ def test_a_peer_that_is_slow_without_losing_anything_is_not_asked_twice_however_
         world = World()
         await world.warm_up()
         world.link._copies, world.service_s, world.is_peer_slow = 0.0, 2.0, True
-        assert await asyncio.gather(*(world.ask() for _ in range(4))) == [(1.0, pytest.approx(2.0, abs=0.01))] * 4
-        assert await world.ask(200) == (1.0, pytest.approx(2.0, abs=0.01)), "nor is what has no measure yet"
+        answers = await asyncio.gather(*(world.ask() for _ in range(4)))
+        answers.append(await world.ask(200))  # nor is what has no measure yet
+        for number, taken_s in answers:
+            assert number == 1.0
+            assert taken_s == pytest.approx(2.0, abs=0.01)
         assert world.n_elsewhere == 0
         assert world.link.is_open
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_peer_that_is_known_to_take_seconds_is_pinged_as_soon_as_any_other() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.service_s = 10.0
+        for _ in range(3):
+            assert (await world.ask(200, has_retry=False))[0] == 1.0
+        await asyncio.sleep(s.KEEPALIVE_S + 0.1)  # its timer is that of a quiet link, seconds later
+        began, asked = now(), asyncio.create_task(world.ask(200, has_retry=False))
+        await asyncio.sleep(s.PING_AFTER_S + 0.01)
+        assert world.link._session is not None
+        assert world.link._session._last_heard >= began + s.PING_AFTER_S, "a pong"
+        assert (await asked)[0] == 1.0
         world.link.close()
         world.server.close()
 
@@ -502,5 +534,92 @@ def test_without_its_second_a_link_goes_on_alone() -> None:
         assert_in_time(await both.first.ask())
         assert both.first.link.is_open
         both.close()
+
+    run(main())
+
+
+def never_read(world: World) -> None:
+    """Let the server's transport take nothing more."""
+    world.server.pause_writing()
+    world.back.is_stopped = True
+
+
+def test_pings_of_who_does_not_read_their_pongs_are_bounded() -> None:
+    async def main() -> None:
+        world = World()
+        await world.link.opened
+        never_read(world)
+        world.server.data_received(MAX_PONGS * encode_record(1, RecordKind.PING))
+        assert world.server.is_open
+        world.server.resume_writing()
+        world.server.pause_writing()
+        world.server.data_received(MAX_PONGS * encode_record(1, RecordKind.PING))
+        assert world.server.is_open, "they were written"
+        world.server.data_received(encode_record(1, RecordKind.PING))
+        assert not world.server.is_open
+        assert world.server._n_unsent() == 0
+        world.link.close()
+
+    run(main())
+
+
+def test_refusals_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        monkeypatch.setattr(tls_link, "MAX_UNSENT_BYTES", 10_000)
+        world = World()
+        await world.link.opened
+        never_read(world)
+        for n in range(1000):
+            if not world.server.is_open:
+                break
+            data = encode(m.GetStatus())  # not served here
+            world.server.data_received(b"".join(encode_exchange(2 * n, data, is_end=True)))
+            assert world.server._n_unsent() <= 11_000
+        assert not world.server.is_open
+        world.link.close()
+
+    run(main())
+
+
+def test_long_messages_are_written_piece_by_piece_as_the_transport_takes_them_and_arrive_whole() -> None:
+    class Slow(Transport):
+        """Asks to pause at each write, as one does whose socket is full."""
+
+        def __init__(self, writer: TlsLink, reader: TlsLink) -> None:
+            super().__init__(reader)
+            self.sizes: list[int] = []
+            self._writer = writer
+
+        def write(self, data: bytes | bytearray | memoryview) -> None:
+            self.sizes.append(len(data))
+            super().write(data)
+            self._writer.pause_writing()
+
+    async def main() -> None:
+        world = World()
+        await world.link.opened
+        slow = Slow(world.link, world.server)
+        world.link._transport = slow
+        rows = np.full((200, 1024), 0.25, np.float32)  # 800 KB
+        message = m.Dispatch(
+            model_tag=bytes(8),
+            layer=0,
+            rows_codec=RowCodec.F32,
+            result_codec=RowCodec.F32,
+            row_counts=np.ones(200, np.uint8),
+            expert_ids=np.zeros(200, np.uint16),
+            weights=np.ones(200, np.float32),
+            rows=rows,
+        )
+        answers = [world.link.start(message, timeout_s=TIMEOUT_S) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert len(slow.sizes) == 1, "the rest waits"
+        assert world.link._n_unsent() > 2 * rows.nbytes - tls_link.WRITE_BYTES - 1024
+        while not all(answer.done() for answer in answers):
+            world.link.resume_writing()
+            await asyncio.sleep(SERVICE_S)
+        assert world.n_served == 2
+        assert max(slow.sizes) <= tls_link.WRITE_BYTES + 1024
+        assert world.link._n_unsent() == 0
 
     run(main())
