@@ -244,6 +244,8 @@ class SliceFetcher:
         """Have a source bring what is left of a group; what it has not brought in time, others as well: the first is enough."""
         n_bytes = len(left) * self._store.manifest.spec.block_size_bytes(group.layer)
         began = time.monotonic()
+        first: asyncio.Task[None] | asyncio.Task[bool]
+        second: asyncio.Task[None] | asyncio.Task[bool]
         try:
             async with asyncio.TaskGroup() as tasks:
                 first = tasks.create_task(web.fetch(source, group.layer, left, list(self._missing), self.keep))
@@ -255,7 +257,7 @@ class SliceFetcher:
                     logger.info(
                         "%s is slow: asking %s", source.location.name, other.location.name if other else "nodes"
                     )
-                    second: asyncio.Task[None] | asyncio.Task[bool]
+                    asked_at = time.monotonic()
                     if other is not None:
                         second = tasks.create_task(web.fetch(other, group.layer, left, list(self._missing), self.keep))
                     else:
@@ -266,6 +268,8 @@ class SliceFetcher:
                             web.outrun(source, n_bytes, time.monotonic() - began)
                         first.cancel()
                         second.cancel()
+                    elif other is not None and first.done():  # it has failed: from now on the other is watched
+                        source, first, began = other, second, asked_at
         except* SwarmError as failures:
             raise failures.exceptions[0] from None
 

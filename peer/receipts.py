@@ -17,7 +17,7 @@ from pathlib import Path
 
 from swarm.errors import RemoteProtocolError, SwarmError
 from swarm.ids import NodeId
-from swarm.latest_file import LatestFile
+from swarm.latest_file import LatestFile, until_written
 from swarm.net.connection import Connection
 from swarm.registry.gatherer import MAX_STATUS_BYTES, receipts_of
 from swarm.registry.leaderboard import MAX_PRESENTED
@@ -217,7 +217,7 @@ class Collector:
         due = [node for node, each in self._backbones.items() if each.has_news and (is_last or each.is_due(now))]
         due.sort(key=lambda node: self._backbones[node].asked_at)
         due = due if is_last else due[:MAX_ASKED]
-        if not due:
+        if not due and not is_last:
             return
         asked = {connection.remote: connection for connection in self._connections() if connection.remote in due}
         for node in due:
@@ -227,9 +227,7 @@ class Collector:
         await asyncio.gather(*(self._ask(node, connection, timeout_s) for node, connection in asked.items()))
         writing = self.book.save()
         if is_last and writing is not None:
-            saved = asyncio.wrap_future(writing)
-            saved.add_done_callback(lambda each: each.cancelled() or each.exception())  # logged already
-            await asyncio.wait([saved], timeout=SAVE_TIMEOUT_S)
+            await until_written(writing, SAVE_TIMEOUT_S)
 
     async def _ask(self, node: NodeId, connection: Connection, timeout_s: float) -> None:
         try:

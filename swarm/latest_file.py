@@ -9,6 +9,7 @@ future that `write` returns.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -41,9 +42,13 @@ class LatestFile:
             if future.cancelled():
                 future = Future()
             self._waiting = data, future
-            if not self._is_writing:
-                self._is_writing = True
-                threading.Thread(target=self._run, name=f"writing {self.path.name}", daemon=True).start()
+            if self._is_writing:
+                return future
+            self._is_writing = True
+        try:
+            threading.Thread(target=self._run, name=f"writing {self.path.name}", daemon=True).start()
+        except RuntimeError:  # this machine has no thread left
+            self._run()
         return future
 
     def _run(self) -> None:
@@ -65,3 +70,11 @@ class LatestFile:
             else:
                 if is_wanted:
                     future.set_result(None)
+
+
+async def until_written(writing: Future[None], timeout_s: float) -> None:
+    """Return when a writing has ended, well or not, or after `timeout_s`: for whoever leaves, whose threads end with it."""
+    ended = asyncio.wrap_future(writing)
+    ended.add_done_callback(lambda each: each.cancelled() or each.exception())  # told already
+    await asyncio.wait([ended], timeout=timeout_s)
+    ended.cancel()  # of no use any more: the loop may be gone when it ends

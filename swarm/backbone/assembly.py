@@ -235,7 +235,7 @@ async def open_backbone(
             async with _running(lanes):
                 if local is not None:
                     keeper = _keeper(config, prepared, local, dispatcher, registry, pool)
-                    stack.callback(keeper.save)
+                    stack.push_async_callback(keeper.close)
                     tasks.create_task(keeper.run())
                 drafting: Drafting | None = None
                 if config.n_draft:

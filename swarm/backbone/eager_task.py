@@ -65,6 +65,8 @@ class EagerTask(Generic[T]):
             return
         self._is_done = True
         self._on_done(self)
+        if isinstance(self._error, KeyboardInterrupt | SystemExit):
+            raise self._error  # the loop's, too, as from an asyncio task: else a Ctrl-C in here would end one layer, and no more
 
     def _wait_for(self, awaited: asyncio.Future[Any] | None) -> None:
         if awaited is None:  # of sleep(0): one round

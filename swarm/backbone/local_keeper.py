@@ -21,7 +21,7 @@ from swarm.dispatch.popularity import Popularity
 from swarm.errors import SwarmError, UserError
 from swarm.ids import ExpertSet
 from swarm.interruptible import Check, run_interruptibly
-from swarm.latest_file import LatestFile
+from swarm.latest_file import LatestFile, until_written
 from swarm.memory import free_memory_bytes
 from swarm.model.manifest import Manifest, verify_block
 from swarm.model.source import BlockSource
@@ -33,6 +33,7 @@ LOOK_S = 30.0  # between two looks at the popularity, and between two writes of 
 FIRST_LOOK_S = 1.0  # while nothing was chosen by popularity yet
 FIRST_TOKENS = 64  # a choice by fewer is noise; guessed: then 128 experts of which 8 are used have four pairs each
 AUTO_SHARE = 0.5  # of the memory that is free once the engine has loaded; guessed, as a peer's `--experts auto`
+SAVE_TIMEOUT_S = 3.0  # at the end, for the disk; guessed, as a peer's for its receipts
 MAX_STATE_BYTES = 64 << 20  # of a kept popularity: 1,024 layers of 4,096 experts with 16 characters each
 
 Fetch = Callable[[ExpertSet], Awaitable[None]]
@@ -163,6 +164,10 @@ class LocalKeeper:
     def save(self) -> Future[None]:
         """Have the popularity kept for the next start; return what is done then. What cannot be written is only told."""
         return self._file.write(self._popularity.to_bytes())
+
+    async def close(self) -> None:
+        """Keep the popularity for the next start; return when it is written, or after SAVE_TIMEOUT_S."""
+        await until_written(self.save(), SAVE_TIMEOUT_S)
 
     def _read(self, layer: int, expert: int) -> bytes:
         block = self._source.read_block(layer, expert)

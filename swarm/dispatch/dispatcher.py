@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,6 +35,7 @@ from swarm.dispatch.replicas import Replicas
 from swarm.dispatch.service_time import ServiceTimes
 from swarm.dispatch.turns import Turns
 from swarm.errors import (
+    ConnectionLost,
     EngineError,
     ExpertUnavailable,
     NetworkError,
@@ -491,9 +493,17 @@ class Dispatcher:
         timeout_s = order.deadline - order.sent_at
         link = self.links.best(order.node, connection) if self.links is not None else None
         if link is not None:
+            of_layer = weakref.ref(rows)
 
             def again() -> asyncio.Future[m.Response]:
-                # Made anew: of a long prompt, messages held until they are answered would be many.
+                # Made anew, of rows that the layer holds: of a long prompt, what is held until it is answered would be much.
+                rows = of_layer()
+                if rows is None:  # the layer is done; the answer is awaited for its peer's measure
+                    if link.is_open:
+                        raise ConnectionLost("nobody needs this answer any more")
+                    given_up: asyncio.Future[m.Response] = asyncio.get_running_loop().create_future()
+                    given_up.cancel()  # and not a failure of its peer's
+                    return given_up
                 anew = self._message(layer, batch, rows)
                 return connection.start(anew, timeout_s=timeout_s, max_answer_bytes=size)
 

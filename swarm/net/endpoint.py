@@ -116,6 +116,7 @@ class Endpoint:
         self._contacted: dict[str, float] = {}  # hosts that we began to send to: when; oldest first
         self._channels: dict[bytes, Path] = {}  # of relays
         self.on_other: OtherReceiver | None = None
+        self.on_gone: Callable[[NodeId], None] = lambda node: None  # told of whom a connection that was open is over
         # Of a port on this machine that carries somebody else's packets (a WebSocket's), whose: bounds count that host.
         self.host_behind: Callable[[int], str | None] = lambda port: None
         self._cids: dict[Connection, set[bytes]] = {}
@@ -634,6 +635,8 @@ class Endpoint:
             self._by_tag.pop(key.tag, None)
         for cid in self._cids.pop(connection, ()):
             self._by_cid.pop(cid, None)
+        if key is not None:
+            self.on_gone(connection.remote)
 
     def _on_unsent(self, connection: Connection, n_given: int, n_held: int) -> None:
         if connection in self._connections:  # not after it is gone: nobody would forget it

@@ -1,4 +1,4 @@
-"""What the kernel says of a TCP connection: its packets, how many of them were lost, and its bytes.
+"""What the kernel says of a TCP connection: its packets, how many of them were lost, its bytes, and those that wait.
 
 Linux's `struct tcp_info` (linux/tcp.h), of which a socket returns as much as its kernel knows. A retransmission that the other
 side had in vain (a tail loss probe while an acknowledgement was merely late) is told back by DSACK and not counted.
@@ -6,15 +6,20 @@ side had in vain (a tail loss probe while an acknowledgement was merely late) is
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import sys
 from typing import NamedTuple, Protocol
 
+if sys.platform == "linux":
+    import fcntl
+    import termios
+
 _TOTAL_RETRANS, _SEGS_OUT, _DSACK_DUPS, _RCV_OOOPACK = 100, 136, 216, 224  # offsets, bytes; u32 each
 _BYTES_RECEIVED, _BYTES_SENT = 128, 200  # u64 each
 _SIZE_BYTES = 228
-_U32, _U64 = struct.Struct("=I"), struct.Struct("=Q")
+_U32, _U64, _I32 = struct.Struct("=I"), struct.Struct("=Q"), struct.Struct("=i")
 
 
 class Socket(Protocol):
@@ -22,6 +27,14 @@ class Socket(Protocol):
 
     def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
         """Return an option's bytes."""
+        ...
+
+
+class File(Protocol):
+    """What is needed of a socket of any kind."""
+
+    def fileno(self) -> int:
+        """Return its number; -1: it is closed."""
         ...
 
 
@@ -53,6 +66,17 @@ def payload(connected: Socket) -> tuple[int, int] | None:
     if info is None:
         return None
     return _U64.unpack_from(info, _BYTES_SENT)[0], _U64.unpack_from(info, _BYTES_RECEIVED)[0]
+
+
+def queued(connected: File) -> int:
+    """Return how many bytes wait in the kernel to be sent, or for the other side to have them; 0 where nobody tells.
+
+    Of a Unix socket with what the kernel's memory for them adds.
+    """
+    if sys.platform == "linux" and connected.fileno() >= 0:
+        with contextlib.suppress(OSError):
+            return int(_I32.unpack(fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)))[0])
+    return 0
 
 
 def _info(connected: Socket) -> bytes | None:

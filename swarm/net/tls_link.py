@@ -29,7 +29,7 @@ from swarm.net.answer import Answer
 from swarm.net.byte_counts import Amount, ByteCounts, PathKind, n_tls_records, tls_bytes
 from swarm.net.connection import clock
 from swarm.net.link_copies import is_copied
-from swarm.net.tcp_losses import Packets, packets, payload
+from swarm.net.tcp_losses import Packets, packets, payload, queued
 from swarm.net.tls_records import (
     COPIES_ALPN,
     MAX_EXCHANGE,
@@ -81,6 +81,7 @@ class _Asked(Answer):
         late_at: when to do that; overdue_at: also if there are too many such.
         is_small: its bytes are few, so that a copy costs little.
         probe: the number of the ping sent since it is late; None: none was.
+        moved: `TlsLink._moved` then, or when it was looked at since.
         other: the answer over the other link, once that was asked.
         copy: the answer over the second link, if it went there as well.
     """
@@ -94,6 +95,7 @@ class _Asked(Answer):
         self.size = 0
         self.is_small = True
         self.probe: int | None = None
+        self.moved = (0, 0)
         self.sent_at = self.late_at = self.overdue_at = 0.0
         self.other: asyncio.Future[m.Response] | None = None
         self.copy: asyncio.Future[m.Response] | None = None
@@ -110,6 +112,7 @@ class TlsLink(asyncio.Protocol):
         on_cancel: Callable[[TlsLink, int], None],
         on_open: Callable[[TlsLink], bool],
         on_gone: Callable[[TlsLink], None],
+        on_lost: Callable[[TlsLink], None] = lambda link: None,
         on_unsent: Callable[[TlsLink, int, int], None] = lambda link, n_given, n_held: None,
         check: Callable[[asyncio.Transport], None] | None = None,
         counts: ByteCounts | None = None,
@@ -118,12 +121,13 @@ class TlsLink(asyncio.Protocol):
 
         `counts`: count this link's bytes as well.
 
-        `on_open` returns whether this side goes on with whom it is. `on_unsent` is told how many bytes were written since the
-        start and how many of them are held here, while the other side takes them slowly.
+        `on_open` returns whether this side goes on with whom it is. `on_gone` is told at once when it ends, `on_lost` when its
+        socket is closed, which the other side can put off (`tls_links.SHUTDOWN_TIMEOUT_S`). `on_unsent` is told how many bytes
+        were written since the start and how many of them are held here, while the other side takes them slowly.
         """
         self._make_session = make_session
         self._on_request, self._on_cancel = on_request, on_cancel
-        self._on_open, self._on_gone = on_open, on_gone
+        self._on_open, self._on_gone, self._on_lost = on_open, on_gone, on_lost
         self._on_unsent = on_unsent
         self._is_paused = False  # the transport holds more than it likes to
         self._unwritten: collections.deque[bytes] = collections.deque()
@@ -146,6 +150,7 @@ class TlsLink(asyncio.Protocol):
         self._stalled_at: float | None = None  # since when an answer is late and nothing has come
         self._is_struck = False  # it counts among the strikes
         self._copies = COPY_BURST
+        self._gone = 0  # the second of `_moved`, when it was looked at last
         self._pings: dict[int, float] = {}
         self._next_ping = 1
         self.rtt_s: float | None = None
@@ -260,8 +265,6 @@ class TlsLink(asyncio.Protocol):
             return
         if self.on_answered is not None:
             self.on_answered(self, exchange, message)
-        if self._is_paused:
-            self._on_unsent(self, self.bytes_sent, self._n_unsent())
 
     def close(self, error: SwarmError | None = None) -> None:
         """Close at once; what waits goes elsewhere, or fails with `error`."""
@@ -335,6 +338,7 @@ class TlsLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The transport is gone."""
         self._end(ConnectionLost(f"the stream ended: {exc or 'closed by the other side'}"))
+        self._on_lost(self)
 
     # Inside
 
@@ -476,11 +480,13 @@ class TlsLink(asyncio.Protocol):
                     parts.append(encode_record(copy_of, RecordKind.COPY))
                 parts += encode_exchange(out.exchange, out.data, out.is_end)
         # Answers, and refusals, of which no handler knows; as many resets as there were requests.
-        if self._n_unsent() > MAX_UNSENT_BYTES and not all(out.is_reset for out in outgoing):
+        if parts and self._n_unsent() > MAX_UNSENT_BYTES and not all(out.is_reset for out in outgoing):
             self._end(ConnectionLost("the other side does not take its answers"))
             return
         if parts:
             self._write(parts)
+            if self._is_paused:
+                self._on_unsent(self, self.bytes_sent, self._n_unsent())
         if self._session.wants_ping:
             self._session.wants_ping = False
             self._ping(clock())
@@ -568,6 +574,8 @@ class TlsLink(asyncio.Protocol):
         if self._session is None or self._error is not None:
             return
         now = clock()
+        if self._asked:
+            self._hear_of_writes(now)
         for asked in list(self._asked.values()):
             if now >= asked.late_at:
                 self._on_late(asked, now)
@@ -588,14 +596,18 @@ class TlsLink(asyncio.Protocol):
         """Ask elsewhere as well, unless too much has been asked twice; then once it is overdue."""
         is_overdue = now >= asked.overdue_at
         if not is_overdue and (self._copies < 1.0 or not asked.is_small):
-            asked.probe, asked.late_at = self._ping(now), asked.overdue_at
+            asked.probe, asked.late_at, asked.moved = self._ping(now), asked.overdue_at, self._moved()
             return
         if is_overdue and asked.retry is not None:
+            moved = self._moved()
             if asked.probe is None:
-                asked.probe, asked.late_at = self._ping(now), now + PONG_S
+                asked.probe, asked.late_at, asked.moved = self._ping(now), now + PONG_S, moved
                 return
             if asked.probe not in self._pings:  # slow, not lost; looked at again after as long
                 asked.probe, asked.late_at = self._ping(now), now + (now - asked.sent_at)
+                return
+            if moved[0] > asked.moved[0] or moved[1] > asked.moved[1]:  # before the ping, or before its pong
+                asked.late_at, asked.moved = now + PONG_S, moved
                 return
         asked.late_at = math.inf
         if asked.retry is None or not self._go_elsewhere(asked):
@@ -607,6 +619,20 @@ class TlsLink(asyncio.Protocol):
             self._is_struck = False
         # Behind what was lost, so that its pong says when the stream moves again; and TCP repairs sooner with more under way.
         self._ping(now)
+
+    def _hear_of_writes(self, now: float) -> None:
+        """Know that the other side lives while it takes what waits: a pong would come after that, on a slow line too late."""
+        _, gone = self._moved()
+        if gone > self._gone > 0 and self._session is not None:
+            self._session.heard(now)
+            if self._stalled_at is not None:  # what is new had better go elsewhere; but the link is not dead
+                self._stalled_at = now
+        self._gone = gone
+
+    def _moved(self) -> tuple[int, int]:
+        """Return how many bytes have come so far, and how many the other side has of what waited to go; no more wait: 0."""
+        n_queued = self._n_unsent() + (queued(self._socket) if self._socket is not None else 0)
+        return self.bytes_received, self.bytes_sent - n_queued if n_queued else 0
 
     def _end(self, error: SwarmError) -> None:
         if self._error is not None:

@@ -1,7 +1,7 @@
 """Opens and accepts TLS links: contexts, the listener beside an endpoint's UDP port, and dialling. Who may is decided here.
 
 A server accepts a link only of a node that has a QUIC connection with it already, and begins the handshake only with that node's
-host: this door lets nobody in who is not in.
+host: this door lets nobody in who is not in. Nor does it keep who is not any more: a link ends with its node's last connection.
 
 On one host a Unix socket in Linux's abstract namespace serves as well, named after the node: no file, no cleaning up.
 """
@@ -9,6 +9,7 @@ On one host a Unix socket in Linux's abstract namespace serves as well, named af
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import socket
@@ -41,7 +42,13 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 4.0  # as a dial over QUIC
 MAX_HANDSHAKES = 32  # under way; more are turned away. Guessed: as the endpoint's half-open connections
-MAX_LINKS = 1024  # accepted and not gone, greetings or not; guessed: a quarter of the endpoint's connections
+# Of one host over TCP: of these, and of links that are not open, yet or any more. Guessed: half, so that nobody keeps others out.
+MAX_HANDSHAKES_PER_HOST = 16
+# Accepted sockets that are not closed yet, greetings or not. Guessed: half of the 1,024 files that a process may open mostly.
+MAX_LINKS = 512
+MAX_LINKS_PER_NODE = 4  # two, and two before them of which nobody said that they are gone; then the oldest goes
+SHUTDOWN_TIMEOUT_S = 2.0  # for TLS's last words; asyncio's 30 would let strangers hold files. Guessed
+REST_S = 1.0  # without accepting, after the process ran out of files; as asyncio's servers
 SILENT_S = 30  # of an accepted link before the kernel asks, three times, whether anybody is there; guessed
 # In this order, where the system's own is another. Not BBR: on a link that asks and waits it takes an answer's bytes over a round
 # trip for the path's rate, and once it believes that, spreads each answer over a round trip (p50 at 3 ms 6.2 ms instead of 3.7).
@@ -120,10 +127,12 @@ class TlsListener:
         self._endpoint = endpoint
         self._host = host
         self._context = server_context(endpoint.identity)
-        self._links: set[TlsLink] = set()
+        self._links: dict[TlsLink, None] = {}  # oldest first
+        self._unclosed: dict[TlsLink, str] = {}  # these, and those whose sockets are still being closed; with the host
         self._copies = LinkCopies()
         self._sockets: list[socket.socket] = []
-        self._handshakes: set[asyncio.Task[None]] = set()
+        self._resting: dict[socket.socket, asyncio.TimerHandle] = {}
+        self._handshakes: dict[asyncio.Task[None], str] = {}  # with the host
         self.port = 0  # of TCP; 0: it was taken
         self.n_refused = 0  # strangers, and who came while too many shook hands
 
@@ -136,9 +145,13 @@ class TlsListener:
             logger.info("TCP port %d is taken: no TLS links but from this host", port)
         if sys.platform == "linux":
             self._listen(socket.AF_UNIX, unix_name(self._endpoint.identity.node_id))
+        self._endpoint.on_gone = self._on_connection_gone
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        self._endpoint.on_gone = lambda node: None
+        for timer in self._resting.values():
+            timer.cancel()
         for each in self._sockets:
             asyncio.get_running_loop().remove_reader(each)
             each.close()
@@ -157,6 +170,8 @@ class TlsListener:
             if family is not socket.AF_UNIX:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 _send_unpaced(listening)  # accepted ones inherit it
+            if family is socket.AF_INET6:  # as the endpoint; else it is the system's choice
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(self._host != "::"))
             listening.bind(address)
             listening.listen(MAX_HANDSHAKES)
         except OSError as error:
@@ -171,25 +186,57 @@ class TlsListener:
         for _ in range(MAX_HANDSHAKES):
             try:
                 accepted, address = listening.accept()
-            except OSError:  # nobody is left, or went away, or there are no more files
+            except (BlockingIOError, InterruptedError, ConnectionError):  # nobody is left, or who came went away
                 return
-            is_here = listening.family is socket.AF_UNIX
-            if len(self._handshakes) >= MAX_HANDSHAKES or not (is_here or self._endpoint.is_connected_host(address[0])):
+            except OSError as error:  # no more files, or memory: who waits is still there, and would wake us for ever
+                logger.debug("cannot accept a TLS link: %s", error)
+                self._rest(listening)
+                return
+            host = "" if listening.family is socket.AF_UNIX else str(address[0])
+            if not self._has_room(host) or (host and not self._endpoint.is_connected_host(host)):
                 self.n_refused += 1
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted), name="tls handshake")
-            self._handshakes.add(task)
-            task.add_done_callback(self._handshakes.discard)
+            task = asyncio.get_running_loop().create_task(self._shake_hands(accepted, host), name="tls handshake")
+            self._handshakes[task] = host
+            task.add_done_callback(functools.partial(self._on_handshake_over, accepted))
 
-    async def _shake_hands(self, accepted: socket.socket) -> None:
+    def _has_room(self, host: str) -> bool:
+        """Return whether a handshake may begin with a host; empty: with this one."""
+        n_handshakes = len(self._handshakes)
+        if n_handshakes >= MAX_HANDSHAKES or n_handshakes + len(self._unclosed) >= MAX_LINKS:
+            return False
+        n_of_host = list(self._handshakes.values()).count(host)
+        n_of_host += sum(each == host and not link.is_open for link, each in self._unclosed.items())
+        return not host or n_of_host < MAX_HANDSHAKES_PER_HOST
+
+    def _rest(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listening)
+
+        def go_on() -> None:
+            del self._resting[listening]
+            loop.add_reader(listening, self._on_readable, listening)
+
+        self._resting[listening] = loop.call_later(REST_S, go_on)
+
+    def _on_handshake_over(self, accepted: socket.socket, task: asyncio.Task[None]) -> None:
+        del self._handshakes[task]
+        if task.cancelled():  # before its first step, perhaps
+            accepted.close()
+
+    async def _shake_hands(self, accepted: socket.socket, host: str) -> None:
         loop = asyncio.get_running_loop()
         try:
             if accepted.family is not socket.AF_UNIX:
                 _prepare(accepted)
             await loop.connect_accepted_socket(
-                self._accept, accepted, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S
+                functools.partial(self._accept, host),
+                accepted,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_S,
+                ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             )
         except OSError as error:  # ssl.SSLError and a handshake that takes too long are such
             logger.debug("a TLS handshake failed: %s", error)
@@ -200,13 +247,12 @@ class TlsListener:
         """Accepted links that are not gone."""
         return len(self._links)
 
-    def _accept(self) -> TlsLink:
+    def _accept(self, host: str) -> TlsLink:
         endpoint = self._endpoint
 
         def make_session() -> s.Session:  # once TLS is done: of handshakes that fail nothing is kept
-            self._links.add(link)
-            if len(self._links) > MAX_LINKS:
-                raise ConnectionLost("no room for another link")
+            self._links[link] = None
+            self._unclosed[link] = host
             return s.Session(
                 endpoint.identity,
                 is_client=False,
@@ -220,12 +266,28 @@ class TlsListener:
             make_session,
             on_request=self._on_request,
             on_cancel=self._on_cancel,
-            on_open=lambda link: endpoint.is_connected(link.remote),
+            on_open=self._on_open,
             on_gone=self._on_gone,
+            on_lost=self._on_lost,
             on_unsent=self._on_unsent,
             counts=endpoint.counts,
         )
         return link
+
+    def _on_open(self, link: TlsLink) -> bool:
+        if not self._endpoint.is_connected(link.remote):
+            return False
+        for each in self._links_of(link.remote)[:-MAX_LINKS_PER_NODE]:
+            each.close(ConnectionLost("its node has newer links"))
+        return True
+
+    def _on_connection_gone(self, node: NodeId) -> None:
+        if not self._endpoint.is_connected(node):
+            for link in self._links_of(node):
+                link.close(ConnectionLost("its node has no connection any more"))
+
+    def _links_of(self, node: NodeId) -> list[TlsLink]:
+        return [each for each in self._links if each.is_open and each.remote == node]
 
     # Serving needs of whoever asks only what both kinds of link have: `respond`, `remote`, `close`.
 
@@ -249,8 +311,11 @@ class TlsListener:
         if link in self._links:  # not after it is gone: nobody would forget it
             self._endpoint.serving.note_unsent(cast(Connection, link), n_given, n_held)
 
+    def _on_lost(self, link: TlsLink) -> None:
+        self._unclosed.pop(link, None)
+
     def _on_gone(self, link: TlsLink) -> None:
-        self._links.discard(link)
+        self._links.pop(link, None)
         self._endpoint.serving.forget(cast(Connection, link))
         if link.on_answered is not None:
             for instead in self._copies.gone(link):
@@ -285,7 +350,13 @@ async def _connect_tcp(make: Callable[[], TlsLink], address: SocketAddress, cont
         connected.setblocking(False)
         _send_unpaced(connected)
         await loop.sock_connect(connected, address)
-        await loop.create_connection(make, sock=connected, ssl=context, server_hostname="swarm.invalid")
+        await loop.create_connection(
+            make,
+            sock=connected,
+            ssl=context,
+            server_hostname="swarm.invalid",
+            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        )
     except BaseException:
         connected.close()
         raise
@@ -300,7 +371,13 @@ async def _connect_unix(make: Callable[[], TlsLink], name: str, context: ssl.SSL
     try:
         connected.setblocking(False)
         await loop.sock_connect(connected, name)
-        await loop.create_unix_connection(make, sock=connected, ssl=context, server_hostname="swarm.invalid")
+        await loop.create_unix_connection(
+            make,
+            sock=connected,
+            ssl=context,
+            server_hostname="swarm.invalid",
+            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        )
     except BaseException:
         connected.close()
         raise

@@ -76,13 +76,17 @@ class RecordReader:
 
     def __init__(self) -> None:
         self._held = bytearray()
+        self._n_wanted = 0  # bytes of the record that is not whole, as far as is known
 
     def feed(self, data: bytes) -> list[Record]:
         """Return the records that are whole now; raises RemoteProtocolError, after which it is of no use."""
         if self._held:
             self._held += data
+            if len(self._held) < self._n_wanted:  # else a record that comes byte by byte is copied as often
+                return []
             data = bytes(self._held)
         at, n, records = 0, len(data), list[Record]()
+        self._n_wanted = HEAD_BYTES
         while n - at >= HEAD_BYTES:
             exchange, code, low, high = _HEAD.unpack_from(data, at)
             size = low | high << 8
@@ -93,6 +97,7 @@ class RecordReader:
                 raise RemoteProtocolError(f"a record of {kind.name} is too large: got {size} bytes")
             end = at + HEAD_BYTES + size
             if end > n:
+                self._n_wanted = end - at
                 break
             records.append(Record(exchange, kind, data[at + HEAD_BYTES : end]))
             at = end

@@ -549,7 +549,7 @@ class _SlowWeb:
         try:
             if source.does == "trickle":
                 await source.may_go_on.wait()
-            elif source.does == "fail":
+            if source.does == "fail":
                 await asyncio.sleep(0)
                 return
         except asyncio.CancelledError:
@@ -614,6 +614,22 @@ async def test_a_slow_server_is_waited_for_where_others_fail_and_they_are_asked_
     slow.may_go_on.set()
     await fetching
     assert (web.outran, slow.n_cancelled, slow.n_asked) == ([], 0, 1)
+
+
+async def test_when_a_slow_server_fails_the_slow_one_beside_it_is_watched_as_it_was(
+    network: FakeNetwork, small: SmallModel, store: BlockStore
+) -> None:
+    network.add(small, 1)
+    slow, other = _Place("slow", "trickle"), _Place("other", "trickle")
+    web = _SlowWeb(small, store, slow, other)
+    fetching = asyncio.create_task(fetch_slowly(network, web, ExpertSet.of([0], [1, 2])))
+    await wait_until(lambda: other.n_asked == 1)
+    slow.does = "fail"
+    web.places.remove(slow)  # it rests
+    slow.may_go_on.set()
+    await fetching
+    assert web.outran == [other]
+    assert len(network.blocks_asked()) == 2
 
 
 async def test_a_server_that_gives_everything_in_one_reading_is_not_called_slow(

@@ -251,6 +251,13 @@ async def test_who_leaves_waits_until_the_last_ones_are_written(path: Path) -> N
     assert ReceiptBook(path, ME).totals().n_pairs == 5
 
 
+async def test_who_leaves_waits_for_what_is_not_written_yet_also_where_nobody_owes_any(path: Path) -> None:
+    asking = Asking(path=path)
+    asking.book.take(US.node_id, [receipt(5).text])
+    await asking.collector.look(is_last=True)
+    assert ReceiptBook(path, ME).totals().n_pairs == 5
+
+
 def test_a_backbone_that_did_not_answer_is_asked_again() -> None:
     backbone = FakeConnection(US.node_id, ConnectionLost("gone"))
     asking = Asking(backbone)

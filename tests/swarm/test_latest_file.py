@@ -10,7 +10,7 @@ import pytest
 
 from swarm import latest_file
 from swarm.files import write_atomically
-from swarm.latest_file import LatestFile
+from swarm.latest_file import LatestFile, until_written
 
 WAIT_S = 60.0  # for a thread, on any machine
 
@@ -106,6 +106,32 @@ def test_whoever_waits_no_more_stops_nothing(tmp_path: Path, monkeypatch: pytest
     last = file.write(b"last")
     disk.go.release()
     last.result(WAIT_S)
+
+
+def test_where_no_thread_can_be_had_it_is_written_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    file = LatestFile(tmp_path / "file")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        file.write(b"one").result(WAIT_S)
+        file.write(b"two").result(WAIT_S)
+    assert file.path.read_bytes() == b"two"
+    file.write(b"three").result(WAIT_S)
+    assert file.path.read_bytes() == b"three"
+
+
+async def test_who_leaves_waits_for_the_disk_but_not_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    file = LatestFile(tmp_path / "file")
+    writing = file.write(b"too much")
+    disk.wait_begun()
+    await until_written(writing, 0.0)
+    assert not writing.done()
+    disk.go.release()
+    await until_written(writing, WAIT_S)
+    assert isinstance(writing.exception(0.0), OSError)
 
 
 def test_writes_from_many_threads_end_with_one_of_the_last(tmp_path: Path) -> None:

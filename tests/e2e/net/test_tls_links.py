@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import socket
@@ -22,7 +23,16 @@ from swarm.net.endpoint import Endpoint
 from swarm.net.serving import Handler as ServingHandler
 from swarm.net.tcp_losses import payload
 from swarm.net.tls_link import TlsLink
-from swarm.net.tls_links import CONGESTION_CONTROLS, MAX_HANDSHAKES, TlsListener, client_context, dial_tls, unix_name
+from swarm.net.tls_links import (
+    CONGESTION_CONTROLS,
+    MAX_HANDSHAKES,
+    MAX_HANDSHAKES_PER_HOST,
+    MAX_LINKS_PER_NODE,
+    TlsListener,
+    client_context,
+    dial_tls,
+    unix_name,
+)
 from swarm.net.tls_records import RecordKind, encode_record
 from swarm.wire import messages as m
 from swarm.wire.rows import RowCodec
@@ -367,18 +377,129 @@ async def test_a_host_without_a_quic_connection_does_not_even_get_a_handshake() 
         assert w.listener.n_links == 0
 
 
-async def test_hosts_that_never_finish_their_handshakes_are_bounded_and_given_up_at_the_end() -> None:
+@pytest.mark.parametrize(("by_unix", "bound"), [(False, MAX_HANDSHAKES_PER_HOST), (True, MAX_HANDSHAKES)])
+async def test_hosts_that_never_finish_their_handshakes_are_bounded_and_given_up_at_the_end(
+    by_unix: bool, bound: int
+) -> None:
     async with world(Handler()) as w:
         writers = []
-        for _ in range(MAX_HANDSHAKES + 5):
-            _, writer = await asyncio.open_connection(*w.address)
+        for _ in range(bound + 5):
+            if by_unix:
+                _, writer = await asyncio.open_unix_connection(unix_name(SERVER.node_id))
+            else:
+                _, writer = await asyncio.open_connection(*w.address)
             writers.append(writer)
         await until(lambda: w.listener.n_refused == 5)
-        assert len(w.listener._handshakes) == MAX_HANDSHAKES
+        assert len(w.listener._handshakes) == bound
         for writer in writers:
             writer.close()
         await until(lambda: not w.listener._handshakes)
         link = await w.dial()
+        assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+        link.close()
+
+
+async def test_a_host_that_never_greets_is_bounded_as_one_that_never_shakes_hands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tls_links, "MAX_HANDSHAKES_PER_HOST", 2)
+    async with world(Handler()) as w:
+        writers = []
+        for n in range(2):
+            connecting = asyncio.open_connection(*w.address, ssl=client_context(), server_hostname="swarm.invalid")
+            writers.append((await connecting)[1])
+            await until(lambda n=n: w.listener.n_links == n + 1 and not w.listener._handshakes)  # type: ignore[misc]
+        with pytest.raises(NetworkError):
+            await w.dial()
+        assert w.listener.n_refused == 1
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: not w.listener._unclosed)
+        links = []
+        for _ in range(3):
+            links.append(await w.dial())
+            await until(lambda: not w.listener._handshakes)
+        assert all(link.is_open for link in links), "those that are open do not count"
+        for link in links:
+            link.close()
+
+
+async def test_a_link_ends_with_the_connection_of_its_node_at_the_server_as_well() -> None:
+    """Else whoever was let in once could go on asking, whatever became of its connection."""
+    async with world(Handler()) as w:
+        link, again = await w.dial(), await w.client.dial(("127.0.0.1", w.server.port), expected=SERVER.node_id)
+        w.connection.close()
+        await w.connection.wait_gone()
+        await until(lambda: len(w.server.open_connections()) == 1)
+        assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0, "there is another one"
+        again.close()
+        await until(lambda: w.listener.n_links == 0)
+        await until(lambda: not link.is_open)
+
+
+async def test_of_a_node_with_too_many_links_the_oldest_goes() -> None:
+    async with world(Handler()) as w:
+        links = [await w.dial() for _ in range(MAX_LINKS_PER_NODE)]
+        assert all(link.is_open for link in links)
+        newest = await w.dial()
+        await until(lambda: not links[0].is_open)
+        assert w.listener.n_links == MAX_LINKS_PER_NODE
+        for link in (*links[1:], newest):
+            assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+            link.close()
+
+
+async def test_there_are_no_more_links_than_files_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_links, "MAX_LINKS", 2)
+    async with world(Handler()) as w:
+        links = [await w.dial(by_unix=by_unix) for by_unix in (False, True)]
+        for by_unix in (False, True):
+            with pytest.raises(NetworkError):
+                await w.dial(by_unix=by_unix)
+        assert w.listener.n_refused == 2
+        assert value(await w.connection.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+        for link in links:
+            assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
+            link.close()
+        await until(lambda: not w.listener._unclosed)
+        (await w.dial()).close()
+
+
+async def test_who_does_not_take_the_last_word_holds_a_socket_no_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tls_links, "SHUTDOWN_TIMEOUT_S", 0.2)
+    async with world(Handler()) as w:
+        link = await w.dial()
+        assert link._transport is not None
+        link._transport.pause_reading()
+        for each in list(w.listener._links):
+            each.close()
+        assert w.listener.n_links == 0
+        assert len(w.listener._unclosed) == 1, "its file counts"
+        await until(lambda: not w.listener._unclosed)
+        link.close()
+
+
+async def test_without_files_left_nobody_is_accepted_for_a_while_and_nothing_spins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_tried = 0
+
+    def accept(listening: socket.socket) -> tuple[socket.socket, object]:
+        nonlocal n_tried
+        n_tried += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with world(Handler()) as w:
+        monkeypatch.setattr(tls_links, "REST_S", 0.5)
+        with monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "accept", accept)
+            dialling = asyncio.create_task(w.dial())
+            await until(lambda: n_tried > 0)
+            await asyncio.sleep(0.1)
+            assert n_tried < 10, "instead of some thousands"
+        link = await dialling
         assert value(await link.request(dispatch(), timeout_s=TIMEOUT_S)) == 1.0
         link.close()
 

@@ -115,6 +115,23 @@ async def test_a_failure_is_the_results(where: str) -> None:
         watched.task.result()
 
 
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+async def test_what_ends_the_process_ends_it_and_whoever_waits_hears_of_it(kind: type[BaseException]) -> None:
+    future = taken()
+
+    async def work() -> int:
+        await future
+        raise kind
+
+    watched = Watched(work())
+    watched.task.start()
+    with pytest.raises(kind):
+        future.give(1)
+    assert watched.ended == [watched.task]
+    with pytest.raises(kind):
+        watched.task.result()
+
+
 async def test_cancelled_where_it_waits_it_can_clean_up_and_its_future_is_cancelled() -> None:
     future = taken()
     other: asyncio.Future[None] = asyncio.get_running_loop().create_future()

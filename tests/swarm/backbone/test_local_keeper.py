@@ -127,6 +127,19 @@ async def test_a_restart_knows_what_was_popular(bench: Bench) -> None:
     assert bench.kept == [5, 6, 7, 8]
 
 
+async def test_who_leaves_waits_until_it_is_written(bench: Bench) -> None:
+    bench.route((5, 6, 7, 8))
+    await bench.keeper.close()
+    [path] = bench.state.iterdir()
+    assert path.suffix == ".json", "the thread that writes ends with the process: nothing is half written"
+    assert bench.popularity.restore(path.read_bytes())
+
+
+async def test_a_disk_that_is_full_keeps_nobody(bench: Bench) -> None:
+    bench.state.write_bytes(b"a file where the folder should be")
+    await bench.keeper.close()
+
+
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\x00"])
 async def test_a_damaged_state_is_as_good_as_none(bench: Bench, damage: bytes) -> None:
     bench.keeper.save().result(60)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import gc
 import itertools
 import random
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
@@ -1355,6 +1357,34 @@ def test_a_dispatch_goes_over_the_link_there_is_and_over_quic_where_that_has_jus
             assert out.tobytes() == in_llama_order(1, x, ids, weights).tobytes()
             assert links.n_started == 1
             assert sorted(node.raw for node, _ in it.seen) == sorted(node.raw for node in (A, B, C))
+
+    virtual_time.run(main())
+
+
+def test_a_link_that_is_late_for_a_layer_that_is_done_keeps_none_of_its_rows_and_asks_nobody_again() -> None:
+    class Silent(FakeLinks):
+        is_open = True
+
+        def start(self, message: m.Request, *, retry: Callable[[], asyncio.Future[m.Response]], **_: object) -> object:
+            self.retry = retry
+            return asyncio.get_running_loop().create_future()
+
+    async def main() -> None:
+        async with twice() as it:
+            links = Silent(B, is_over=False)
+            it.dispatcher.links = cast(FastLinks, links)
+            x, ids, weights = choice(20)
+            kept = weakref.ref(x)
+            await it.dispatcher.dispatch(2, x, ids, weights)
+            it.seen.clear()
+            del x
+            gc.collect()
+            assert kept() is None
+            with pytest.raises(ConnectionLost):
+                links.retry()
+            links.is_open = False
+            assert links.retry().cancelled()
+            assert it.seen == []
 
     virtual_time.run(main())
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swarm.net.tcp_losses import packets, payload
+from swarm.net.tcp_losses import packets, payload, queued
 
 
 class Told:
@@ -54,3 +54,14 @@ def test_a_unix_socket_loses_nothing_and_says_nothing() -> None:
     with one, other:
         assert packets(one) is None
         assert payload(one) is None
+
+
+def test_what_the_other_side_has_not_taken_is_queued() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        assert queued(one) == 0
+        one.send(bytes(1000))
+        assert queued(one) >= 1000
+        other.recv(1000)
+        assert queued(one) == 0
+    assert queued(one) == 0

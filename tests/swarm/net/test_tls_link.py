@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Coroutine
 from typing import Any
@@ -248,6 +249,86 @@ def test_a_peer_that_is_known_to_take_seconds_is_pinged_as_soon_as_any_other() -
         assert world.link._session is not None
         assert world.link._session._last_heard >= began + s.PING_AFTER_S, "a pong"
         assert (await asked)[0] == 1.0
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+class SlowLine(Transport):
+    """Carries so many bytes a second, in packets."""
+
+    def __init__(self, link: TlsLink, bytes_s: float) -> None:
+        super().__init__(link)
+        self._bytes_s = bytes_s
+        self._timer: asyncio.TimerHandle | None = None
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self._held += bytes(data)
+        if self._timer is None:
+            self._carry(b"")
+
+    def _carry(self, packet: bytes) -> None:
+        if packet and not self.is_stopped:
+            self._link.data_received(packet)
+        packet, self._held, self._timer = self._held[:1500], self._held[1500:], None
+        if packet:
+            self._timer = asyncio.get_running_loop().call_later(len(packet) / self._bytes_s, self._carry, packet)
+
+    def get_write_buffer_size(self) -> int:
+        return len(self._held)
+
+
+@pytest.mark.parametrize("direction", ["forth", "back"])
+def test_what_still_moves_is_not_asked_for_twice_however_slow_the_line(direction: str) -> None:
+    """The ping waits behind the request, or its pong behind the answer; on a slow line a second one makes both slower."""
+    row = np.full((1, 100_000), 1.0, np.float32)
+
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        message = dispatch(200)
+        if direction == "forth":
+            world.link._transport = line = SlowLine(world.server, 1e5)
+            message = dataclasses.replace(message, rows=row)
+        else:
+            world.server._transport = line = SlowLine(world.link, 1e5)
+            answer = m.Result(codec=RowCodec.F32, rows=row, compute_us=0, queue_us=0)
+            world.server._on_request = lambda link, exchange, request: link.respond(exchange, answer)
+        began = now()
+        await world.link.start(message, timeout_s=TIMEOUT_S, retry=world._elsewhere)
+        assert now() - began == pytest.approx(4.0, abs=0.1)
+        assert now() - began > s.LOST_AFTER_S, "without a pong"
+        assert world.n_elsewhere == 0
+        asked = world.link.start(message, timeout_s=TIMEOUT_S, retry=world._elsewhere)
+        await asyncio.sleep(1.0)
+        line.is_stopped, line._held = True, b""  # the path is cut
+        await asyncio.sleep(s.LOST_AFTER_S + 1.0)
+        assert asked.done()
+        assert world.n_elsewhere == 1
+        world.link.close()
+        world.server.close()
+
+    run(main())
+
+
+def test_a_small_request_behind_a_long_one_on_a_slow_line_goes_elsewhere_and_the_link_goes_on() -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        world.link._transport = SlowLine(world.server, 1e5)
+        long = dataclasses.replace(dispatch(200), rows=np.full((1, 100_000), 1.0, np.float32))
+        answer = world.link.start(long, timeout_s=TIMEOUT_S, retry=world._elsewhere)
+        for n in range(4):
+            number, taken_s = await world.ask()
+            assert number == 2.0
+            assert taken_s < 0.1
+            assert world.n_elsewhere == n + 1
+            await asyncio.sleep(0.5)
+        assert world.link.is_open
+        await answer
+        assert world.n_elsewhere == 4
+        assert not world.link.is_stalled
         world.link.close()
         world.server.close()
 
@@ -569,6 +650,8 @@ def test_refusals_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch)
         world = World()
         await world.link.opened
         never_read(world)
+        told: list[int] = []
+        world.server._on_unsent = lambda link, n_given, n_held: told.append(n_held)
         for n in range(1000):
             if not world.server.is_open:
                 break
@@ -576,6 +659,7 @@ def test_refusals_that_nobody_reads_are_bounded(monkeypatch: pytest.MonkeyPatch)
             world.server.data_received(b"".join(encode_exchange(2 * n, data, is_end=True)))
             assert world.server._n_unsent() <= 11_000
         assert not world.server.is_open
+        assert max(told) >= 9_000, "it counts with the answers that all others hold"
         world.link.close()
 
     run(main())

@@ -59,6 +59,18 @@ def test_a_long_message_is_cut_and_only_its_last_piece_ends_it() -> None:
     assert [record.kind for record in records] == [RecordKind.DATA, RecordKind.DATA, RecordKind.END]
 
 
+def test_a_record_that_comes_in_many_pieces_is_not_copied_with_each() -> None:
+    data = random.Random(0).randbytes(1000)
+    stream = b"".join(encode_exchange(4, data, True))
+    reader = RecordReader()
+    reader.feed(stream[:HEAD_BYTES])
+    held = reader._held
+    for at in range(HEAD_BYTES, len(stream) - 1):
+        assert reader.feed(stream[at : at + 1]) == []
+        assert reader._held is held
+    assert reader.feed(stream[-1:]) == [Record(4, RecordKind.END, data)]
+
+
 def test_a_size_is_judged_on_the_head_before_the_data_is_there() -> None:
     too_large = MAX_DATA_BYTES + 1
     head = bytes(4) + b"\0" + too_large.to_bytes(3, "little")
