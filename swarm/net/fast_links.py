@@ -18,6 +18,7 @@ from swarm.errors import ConnectionLost, NetworkError, RemoteProtocolError, Swar
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.ip import plain_ip
+from swarm.net import tcp_losses
 from swarm.net.addresses import SocketAddress
 from swarm.net.byte_counts import ByteCounts, PathKind
 from swarm.net.connection import Connection, clock
@@ -117,7 +118,11 @@ class FastLinks:
         # The ping's is of when the connection was new and the machine perhaps busy; nobody pings while dispatches flow.
         rtts_s = [rtt_s for rtt_s in (connection.rtt_s, connection.driver.least_rtt_s()) if rtt_s is not None]
         rtt_s = min(rtts_s, default=None)
-        facts = PathFacts(rtt_s=rtt_s, is_relayed=connection.path.is_relayed, is_lossy=connection.driver.is_lossy())
+        facts = PathFacts(
+            rtt_s=rtt_s,
+            is_relayed=connection.path.is_relayed,
+            is_lossy=not tcp_losses.IS_TOLD and connection.driver.is_lossy(),
+        )
         wants = place.choice.wants(facts, now) or self.is_forced
         link = place.link
         packets = link.packets() if link is not None else None
@@ -127,7 +132,7 @@ class FastLinks:
         if link is not None and wants and is_losing and not self.is_forced:
             logger.debug("the TLS link with node %s loses packets", node.short)
             place.link = None
-            place.choice.failed(now)
+            place.choice.given_up(now)
             link.close()
             return
         if link is not None and (not wants or place.path != connection.path):

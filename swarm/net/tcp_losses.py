@@ -16,6 +16,7 @@ if sys.platform == "linux":
     import fcntl
     import termios
 
+IS_TOLD = sys.platform == "linux"  # whether this system tells what a connection lost
 _TOTAL_RETRANS, _SEGS_OUT, _DSACK_DUPS, _RCV_OOOPACK = 100, 136, 216, 224  # offsets, bytes; u32 each
 _BYTES_RECEIVED, _BYTES_SENT = 128, 200  # u64 each
 _SIZE_BYTES = 228

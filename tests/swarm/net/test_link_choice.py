@@ -59,19 +59,27 @@ def test_on_the_shortest_paths_losses_do_not_matter() -> None:
     choice = LinkChoice()
     assert choice.wants(facts(c.LOSSY_MAX_RTT_S, is_lossy=True), 0.0)
     choice.opened(0.0)
-    assert not choice.loses(100, 1, c.LOSSY_MAX_RTT_S)
+    assert not choice.loses(100, 100, c.LOSSY_MAX_RTT_S)
 
 
-def test_a_link_that_loses_packets_is_given_up_unless_they_are_few_among_many() -> None:
-    choice, rtt_s = LinkChoice(), 2 * c.LOSSY_MAX_RTT_S
+def test_on_a_longer_path_a_link_that_loses_many_packets_is_given_up_for_long() -> None:
+    choice, rtt_s, many = LinkChoice(), 2 * c.LOSSY_MAX_RTT_S, c.GIVEN_UP_LOSSES
     choice.opened(0.0)
-    assert not choice.loses(c.CLEAN_PACKETS - 1, 0, rtt_s)
-    assert not choice.loses(c.CLEAN_PACKETS + 10, 1, rtt_s), "the first among so many"
-    assert not choice.loses(3 * c.CLEAN_PACKETS, 1, rtt_s), "the same one"
-    assert not choice.loses(4 * c.CLEAN_PACKETS, 2, rtt_s)
-    assert choice.loses(5 * c.CLEAN_PACKETS - 1, 3, rtt_s)
-    choice.opened(1.0)
-    assert choice.loses(c.CLEAN_PACKETS - 1, 1, rtt_s), "a new link is counted anew"
+    assert not choice.loses(c.COPIED_PACKETS // 2, many - 1, rtt_s)
+    assert not choice.loses(2 * c.COPIED_PACKETS, many, rtt_s), "the others were long ago"
+    assert choice.loses(2 * c.COPIED_PACKETS + 100, 2 * many - 1, rtt_s)
+    choice.given_up(10.0)
+    assert not choice.wants(facts(rtt_s), 10.0 + c.LONGEST_RETRY_S - 1)
+    assert choice.wants(facts(rtt_s), 10.0 + c.LONGEST_RETRY_S)
+    choice.opened(1000.0)
+    assert not choice.loses(c.COPIED_PACKETS - 1, many - 1, rtt_s), "a new link is counted anew"
+
+
+def test_what_a_link_tells_while_it_rests_takes_no_memory() -> None:
+    choice = LinkChoice()
+    for _ in range(100):
+        choice.copies(500, 1)
+    assert len(choice._told) == 2
 
 
 def test_a_link_that_loses_much_is_doubled_until_it_loses_little() -> None:
