@@ -2,7 +2,7 @@
 
 TLS over TCP costs a quarter of QUIC's software: on a short path that is most of a layer. TCP repairs the loss of a last packet
 only after 200 ms or so, where QUIC's copies take milliseconds. So a link that loses packets asks over QUIC as well before that
-(`tls_link`), and is doubled by a second one; on longer paths, where there is less to gain, one that loses many is given up. A link
+(`tls_link`), and is doubled by a second one; on longer paths, where there is less to gain, one that loses many is given up. One
 that is open is kept until it fails or its path does: what is measured a little better today is no reason to change.
 """
 

@@ -348,11 +348,13 @@ def test_the_engine_brings_its_kernels_for_halves() -> None:
     assert quantise._half is not None
 
 
+@pytest.mark.parametrize("n_rows", [1, quantise.LEAST_FOR_KERNELS])
 @pytest.mark.usefixtures("half_kernels")
-def test_f16_is_numpys_but_clamps() -> None:
+def test_f16_is_numpys_but_clamps(n_rows: int) -> None:
     x = np.array([[1.0, 65504, 65519.99, 65520, 1e38, -1e38, 2.0**-24, 2.0**-26, -0.0]], np.float32)
     expected = np.array([1.0, 65504, 65504, 65504, 65504, -65504, 2.0**-24, 0, -0.0], np.float32)
-    assert carried(x, RowCodec.F16)[0].tobytes() == expected.tobytes()
+    x = np.tile(x, (n_rows, 1))
+    assert carried(x, RowCodec.F16).tobytes() == n_rows * expected.tobytes()
     x[0, 0] = np.nan
     x[0, 1] = -np.inf
     back = carried(x, RowCodec.F16)[0]
