@@ -86,7 +86,7 @@ class SimPeer:
     first_seq: int = 0
     published_at: float = math.inf  # when the first announcement of this life was taken by all it could reach
     ended_at: float = math.inf  # when its withdrawal was, or its last lease runs out
-    targets: set[NodeId] = field(default_factory=set)
+    targets: list[NodeId] = field(default_factory=list)  # in order: a run must not depend on how a set hashes
     last: tuple[ExpertAnnouncement, SignedRecord] | None = None
 
 

@@ -315,7 +315,7 @@ class RegistrySimulation:
             return
         peer.first_seq = self._seq()
         record, signed = self._next_record(peer)
-        peer.targets = writers(peer.client.ring, peer.places, peer.client.avoided(self.now))
+        peer.targets = sorted(writers(peer.client.ring, peer.places, peer.client.avoided(self.now)))
         peer.published_at = self.now + self._tell_all(peer, record, signed)
         self.at(self.now + RENEW_S * (0.9 + 0.2 * self.rng.random()), self._renew, peer)
 
@@ -325,7 +325,7 @@ class RegistrySimulation:
         if not host.is_up or peer.ended_at < math.inf:  # it leaves: its withdrawal is on its way
             return
         record, signed = self._next_record(peer)
-        peer.targets = writers(client.ring, peer.places, client.avoided(self.now))
+        peer.targets = sorted(writers(client.ring, peer.places, client.avoided(self.now)))
         for node in peer.targets:
             server = self.nodes.get(node)
             if server is None or not self.reaches(host, server):
