@@ -567,7 +567,6 @@ class PeerDaemon:
             standing = Standing.JOINING
         elif self._pauses.why:
             standing = Standing.RESTING
-        by_path = {} if endpoint is None else endpoint.counts.now().both_ways()
         return PeerReport(
             standing=standing,
             why=self._pauses.why if standing is Standing.RESTING else "",
@@ -578,9 +577,7 @@ class PeerDaemon:
             n_rows=int(str(status.get("n_rows", 0))),
             n_pairs=int(str(status.get("n_assignments", 0))),
             n_in_line=int(str(status.get("n_in_line", 0))),
-            bytes_sent=sum(sent for sent, _ in by_path.values()),
-            bytes_received=sum(received for _, received in by_path.values()),
-            bytes_by_path=by_path,
+            bytes_by_path={} if endpoint is None else endpoint.counts.now().both_ways(),
             scarcity=None if self._watch is None else self._watch.scarcity,
             points=self.contribution_today().points,
         )

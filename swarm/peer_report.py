@@ -62,8 +62,8 @@ class PeerReport:
         reach: how others reach it: a value of `swarm.net.reachability.Reach`; why_reach: what is between
             us and others: the name of a `swarm.wire.messages.Mapping`, small letters.
         n_rows, n_pairs: computed since the start; n_in_line: dispatches that wait or are computed now.
-        bytes_sent, bytes_received: payload of UDP and of TLS links since the start, copies of lost packets included.
-        bytes_by_path: the same, (sent, received), by what carried them: `swarm.net.byte_counts.PathKind`.
+        bytes_by_path: payload of UDP and of TLS links since the start, (sent, received), copies of lost packets included, by what
+            carried them: `swarm.net.byte_counts.PathKind`.
         scarcity: None while it is not known.
         points: the contribution of today as backbones have signed it; None: nothing is counted.
     """
@@ -77,11 +77,19 @@ class PeerReport:
     n_rows: int
     n_pairs: int
     n_in_line: int
-    bytes_sent: int
-    bytes_received: int
     bytes_by_path: Mapping[str, tuple[int, int]]
     scarcity: Scarcity | None
     points: float | None
+
+    @property
+    def bytes_sent(self) -> int:
+        """By all paths together."""
+        return sum(sent for sent, _ in self.bytes_by_path.values())
+
+    @property
+    def bytes_received(self) -> int:
+        """By all paths together."""
+        return sum(received for _, received in self.bytes_by_path.values())
 
 
 def scarcity_of(experts: ExpertSet, announcements: Iterable[ExpertAnnouncement], me: NodeId) -> Scarcity | None:

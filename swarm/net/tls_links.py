@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -343,35 +343,25 @@ def _send_unpaced(unconnected: socket.socket) -> None:
             continue
 
 
-async def _connect_tcp(make: Callable[[], TlsLink], address: SocketAddress, context: ssl.SSLContext) -> None:
+async def _connect(make: Callable[[], TlsLink], address: SocketAddress | str, context: ssl.SSLContext) -> None:
+    """Open a link to a TCP address or a Unix socket's name: on a socket that is connected, since uvloop takes a name in the
+    abstract namespace for an empty one, and pacing is chosen before."""
     loop = asyncio.get_running_loop()
-    connected = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    open_on: Callable[..., Awaitable[object]]
+    if isinstance(address, str):
+        if not hasattr(socket, "AF_UNIX"):
+            raise OSError("this system has no Unix sockets")
+        family, open_on = socket.AF_UNIX, loop.create_unix_connection
+    else:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        open_on = loop.create_connection
+    connected = socket.socket(family, socket.SOCK_STREAM)
     try:
         connected.setblocking(False)
-        _send_unpaced(connected)
+        if not isinstance(address, str):
+            _send_unpaced(connected)
         await loop.sock_connect(connected, address)
-        await loop.create_connection(
-            make,
-            sock=connected,
-            ssl=context,
-            server_hostname="swarm.invalid",
-            ssl_shutdown_timeout=SHUTDOWN_TIMEOUT_S,
-        )
-    except BaseException:
-        connected.close()
-        raise
-
-
-async def _connect_unix(make: Callable[[], TlsLink], name: str, context: ssl.SSLContext) -> None:
-    """Connect first: uvloop takes a name in the abstract namespace for an empty one."""
-    if not hasattr(socket, "AF_UNIX"):
-        raise OSError("this system has no Unix sockets")
-    loop = asyncio.get_running_loop()
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        connected.setblocking(False)
-        await loop.sock_connect(connected, name)
-        await loop.create_unix_connection(
+        await open_on(
             make,
             sock=connected,
             ssl=context,
@@ -419,10 +409,7 @@ async def dial_tls(
     context = client_context()
     try:
         async with asyncio.timeout(timeout_s):
-            if isinstance(address, str):
-                await _connect_unix(make, address, context)
-            else:
-                await _connect_tcp(make, address, context)
+            await _connect(make, address, context)
             await asyncio.shield(links[0].opened)
     except TimeoutError:
         for link in links:

@@ -24,8 +24,6 @@ def report(**fields: Any) -> PeerReport:
         "n_rows": 12_345,
         "n_pairs": 20_000,
         "n_in_line": 2,
-        "bytes_sent": 5_000_000,
-        "bytes_received": 6_000_000,
         "bytes_by_path": {"direct": (4_000_000, 5_000_000), "tls": (1_000_000, 1_000_000)},
         "scarcity": Scarcity(n_blocks=48, n_alone=12, n_others_least=0, n_others_most=3),
         "points": 7.25,
@@ -90,7 +88,7 @@ def test_figures_are_no_news_and_a_path_is() -> None:
 def test_rates_are_of_the_last_seconds() -> None:
     rates = Rates()
     found = [
-        rates.update(report(uptime_s=float(s), n_rows=10 * s, bytes_sent=1000 * min(s, 20), bytes_received=0))
+        rates.update(report(uptime_s=float(s), n_rows=10 * s, bytes_by_path={"direct": (1000 * min(s, 20), 0)}))
         for s in range(31)
     ]
     assert found[0] == (0.0, 0.0, 0.0)
@@ -100,9 +98,9 @@ def test_rates_are_of_the_last_seconds() -> None:
 
 def test_a_look_a_minute_gives_the_rate_of_that_minute() -> None:
     rates = Rates()
-    rates.update(report(uptime_s=60.0, n_rows=0, bytes_sent=0, bytes_received=0))
-    rates.update(report(uptime_s=120.0, n_rows=600, bytes_sent=0, bytes_received=0))
-    assert rates.update(report(uptime_s=180.0, n_rows=1800, bytes_sent=0, bytes_received=0))[0] == 20.0
+    rates.update(report(uptime_s=60.0, n_rows=0, bytes_by_path={}))
+    rates.update(report(uptime_s=120.0, n_rows=600, bytes_by_path={}))
+    assert rates.update(report(uptime_s=180.0, n_rows=1800, bytes_by_path={}))[0] == 20.0
 
 
 @pytest.mark.parametrize(
