@@ -77,5 +77,5 @@ async def test_with_link_auto_every_peer_is_reached_over_tls(tmp_path: Path) -> 
     for way in ("out", "back"):  # each destination's row, and its heads, in a TLS record
         assert figures[f"payload_{way}"] < over_links[way] < figures[f"payload_{way}"] + 200
         assert figures[f"bytes_{way}_per_token_layer"] == pytest.approx(sum(each[way] for each in by_path.values()))
-    # QUIC's bytes are pings, the registry's, and what was asked of it as well because it was late.
-    assert by_path["direct"]["out"] < figures["payload_out"] / 2
+    # QUIC's bytes are pings, the registry's, and what was asked of it as well because it was late: in some runs there are none.
+    assert by_path.get("direct", {"out": 0.0})["out"] < figures["payload_out"] / 2
