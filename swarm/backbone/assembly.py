@@ -22,6 +22,7 @@ from swarm.backbone.local_keeper import Fetch, LocalBudget, LocalKeeper
 from swarm.backbone.model_drafts import DraftModel
 from swarm.backbone.own_experts import OwnExperts
 from swarm.backbone.prepared import PreparedModel, ProgressCallback, prepare_model
+from swarm.backbone.row_budget import most_rows
 from swarm.backbone.share import SERVES
 from swarm.backbone.tracing import Tracer
 from swarm.dispatch.audit import DEFAULT_TOLERANCE
@@ -68,7 +69,7 @@ class BackboneConfig:
         model_file: a whole GGUF file, or a `backbone.gguf` with its manifest.json beside it.
         n_slots: requests at once, over all lanes; n_lanes: contexts that they share, each with a thread and a KV cache.
         engine: of each lane; its number of sequences is worked out.
-        serving: how requests share the lanes, but for `n_draft`.
+        serving: how requests share the lanes, but for `n_draft` and `n_prompt_rows`.
         n_draft: most tokens that a step drafts; 0: no drafts.
         draft_model: a smaller model with the same vocabulary to draft with.
         last_resort: compute experts here, from a whole `model_file`, while no peer answers for them.
@@ -248,7 +249,11 @@ async def open_backbone(
                     holders,
                     f"{prepared.name}@{manifest.model_id.short}",
                     n_slots=n_slots,
-                    config=replace(config.serving, n_draft=config.n_draft),
+                    config=replace(
+                        config.serving,
+                        n_draft=config.n_draft,
+                        n_prompt_rows=most_rows(config.wire, config.engine.n_batch),
+                    ),
                     proposer=drafting,
                     audits=dispatcher.audits,
                     tracer=Tracer(dispatcher),

@@ -100,14 +100,16 @@ class Crossing:
         self._is_cancelled = False
 
     def result(self) -> npt.NDArray[np.float32]:
-        """Wait on the engine's thread; raises what the dispatch did, or CancelledError."""
+        """Wait on the engine's thread; once. Raises what the dispatch did, or CancelledError."""
         awaited_at = time.perf_counter()
         with self._is_under_way:
             if self.on_taken is not None:
                 self.on_taken(self._times(awaited_at))
-            assert self._task is not None
+            task = self._task
+            self._task = None  # else a cycle: a long prompt's rows would be kept until the next collection
+            assert task is not None
             try:
-                rows = self._task.result()
+                rows = task.result()
             except asyncio.CancelledError as error:
                 raise concurrent.futures.CancelledError from error
         if self._live is None:

@@ -25,6 +25,7 @@ from swarm.backbone.grammar import GrammarVocabulary
 from swarm.backbone.lane import Job, Lane, Proposer
 from swarm.backbone.prefix_cache import Entry, PrefixCache, Tokens, as_tokens
 from swarm.backbone.requests import GenerationRequest, TextDelta
+from swarm.backbone.row_budget import RowBudget
 from swarm.backbone.scheduler import LiveRequest, WaitingLine
 from swarm.backbone.serving_stats import ServingStats
 from swarm.backbone.slots import choose_seat
@@ -81,6 +82,7 @@ class ServingConfig:
         request_timeout_s: after which a request ends with an error; None: never.
         is_reproducible: an answer's bits do not depend on who else is served, nor on what of its text was there already. Needs a
             lane for each slot, exact kernels, and peers that have them (`swarm.backbone.reproducible`).
+        n_prompt_rows: that all lanes have under way together (`swarm.backbone.row_budget`); None: no bound.
     """
 
     n_draft: int = 0
@@ -89,6 +91,7 @@ class ServingConfig:
     max_line: int = MAX_LINE
     request_timeout_s: float | None = None
     is_reproducible: bool = False
+    n_prompt_rows: int | None = None
 
 
 class Backbone:
@@ -135,6 +138,7 @@ class Backbone:
         self._now = now
         self._vocabulary = GrammarVocabulary(self._engines[0])
         self.cache = PrefixCache(self._config.cache_bytes, on_drop=self._dropped)
+        budget = RowBudget(self._config.n_prompt_rows)
         self.lanes = [
             Lane(
                 index,
@@ -144,6 +148,7 @@ class Backbone:
                 fill_wait_s=self._config.fill_wait_s,
                 now=now,
                 is_reproducible=self._config.is_reproducible,
+                budget=budget,
             )
             for index, engine in enumerate(self._engines)
         ]

@@ -29,6 +29,7 @@ from swarm.backbone.drawing import Drawer
 from swarm.backbone.engine import Engine, StepPart
 from swarm.backbone.prefix_cache import Entry, Tokens, as_tokens
 from swarm.backbone.reproducible import MOST_ROWS, accompanied
+from swarm.backbone.row_budget import RowBudget
 from swarm.backbone.scheduler import LaneSchedule, LiveRequest, StepShare
 from swarm.backbone.slots import NOTHING, Seat, Slot
 from swarm.errors import ConnectionLost, EngineError, SwarmError
@@ -124,7 +125,7 @@ class Lane:
     """The batch of one engine.
 
     Attributes:
-        jobs: origin -> what is at work; schedule: its batch; slots: its places.
+        jobs: origin -> what is at work; schedule: its batch; slots: its places; budget: of rows, which all lanes share.
     """
 
     def __init__(
@@ -137,17 +138,23 @@ class Lane:
         fill_wait_s: float,
         now: Callable[[], float],
         is_reproducible: bool = False,
+        budget: RowBudget | None = None,
     ) -> None:
         """The engine must have room for `n_slots` sequences.
 
         Args:
+            budget: of the rows of prompts of all lanes; None: this one is alone.
             is_reproducible: shape steps as `swarm.backbone.reproducible` has it; needs `n_slots` 1 and exact kernels.
         """
         self.slots = [Slot(lane=index, sequence=sequence) for sequence in range(n_slots)]
         self.jobs: dict[int, Job] = {}
         self.engine = engine
         self._events = events
-        self.schedule = LaneSchedule(n_slots=n_slots, fill_wait_s=fill_wait_s)
+        self._index = index
+        self.budget = budget or RowBudget()
+        self.schedule = LaneSchedule(
+            n_slots=n_slots, fill_wait_s=fill_wait_s, room=lambda: self.budget.room(self._index)
+        )
         self._now = now
         self._is_reproducible = is_reproducible
         self._newcomers: deque[tuple[Job, Seat]] = deque()
@@ -323,6 +330,9 @@ class Lane:
             return
         self._step = frozenset(share.request.origin for share in shares)
         jobs = [self.jobs[share.request.origin] for share in shares]
+        n_prompt_rows = sum(share.n_prompt_rows for share in shares)
+        n_pending = sum(live.n_pending for live in self.schedule.requests if live.is_ready and live.n_pending > 1)
+        self.budget.began(self._index, n_prompt_rows, wants_more=n_pending > n_prompt_rows)
         began_at = self._now()
         outcome: list[_Result] | _Failure | None = None
         try:
@@ -338,6 +348,7 @@ class Lane:
         finally:
             self._scope = None
             self._step = frozenset()
+            self.budget.ended(self._index)
         if isinstance(outcome, _Failure):
             self._take_failure(jobs, outcome)
         elif outcome is not None:

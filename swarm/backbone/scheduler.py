@@ -7,13 +7,13 @@ A request joins a lane's batch when it gets a slot and leaves it when it is done
 
 A chunk beside others is as long as makes their step half again as long (`SLOWDOWN`), by what steps of so many rows have taken so
 far; half of it goes to the request that has waited longest, the rest to those with least left. So a long prompt neither stops
-the others nor waits for them, and a short one overtakes it.
+the others nor waits for them, and a short one overtakes it. Chunks of several lanes share a budget (`row_budget`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from swarm.errors import Overloaded
@@ -86,6 +86,11 @@ class StepShare:
     n_draft: int
     draws: bool
 
+    @property
+    def n_prompt_rows(self) -> int:
+        """Rows of a prompt; 0 for a request that has its own computed."""
+        return 0 if self.draws and self.n_rows == 1 else self.n_rows
+
 
 @dataclass(slots=True)
 class StepCost:
@@ -126,14 +131,27 @@ class LaneSchedule:
         n_batch: most rows of a step.
     """
 
-    def __init__(self, *, n_slots: int, n_batch: int = 1, fill_wait_s: float = 0.0) -> None:
-        """`fill_wait_s`: how long a step waits for more requests to join, from the moment that it could begin."""
+    def __init__(
+        self,
+        *,
+        n_slots: int,
+        n_batch: int = 1,
+        fill_wait_s: float = 0.0,
+        room: Callable[[], int | None] = lambda: None,
+    ) -> None:
+        """Begin empty.
+
+        Args:
+            fill_wait_s: how long a step waits for more requests to join, from the moment that it could begin.
+            room: how many rows of prompts the next step may have; None: as many as fit.
+        """
         self.requests: list[LiveRequest] = []
         self.cost = StepCost()
         self.isolated: deque[LiveRequest] = deque()
         self._n_slots = n_slots
         self.n_batch = n_batch
         self._fill_wait_s = fill_wait_s
+        self._room = room
         self._ready_since: float | None = None
 
     def join(self, request: LiveRequest) -> None:
@@ -185,7 +203,8 @@ class LaneSchedule:
             if n_left <= 0:
                 return shares
         n_chunk = min(n_left, self._chunk(self.n_batch - n_left)) if decoding else n_left
-        return shares + self._chunks(prefilling, n_chunk)
+        room = self._room() if prefilling else None
+        return shares + self._chunks(prefilling, n_chunk if room is None else min(n_chunk, room))
 
     def _chunk(self, n_decoding: int) -> int:
         """Return how many rows of prompts a step may have beside those of the requests that stream."""

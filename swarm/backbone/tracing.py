@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from swarm.dispatch.dispatcher import BatchSpan, LayerSpan
+from swarm.dispatch.layer_counts import BatchSpan, LayerSpan
 from swarm.dispatch.plan import HERE
 
 Json = dict[str, Any]

@@ -18,6 +18,7 @@ from swarm.backbone.assembly import BackboneConfig, open_backbone
 from swarm.backbone.engine import Engine, EngineConfig
 from swarm.backbone.prepared import PreparedModel, prepare_model
 from swarm.backbone.requests import GenerationRequest
+from swarm.backbone.row_budget import most_rows
 from swarm.dispatch.auditor import Auditor
 from swarm.errors import EngineError, ExpertUnavailable, UserError
 from swarm.files import Folders
@@ -192,6 +193,14 @@ async def test_what_a_backbone_prepared_itself_is_closed_at_its_end(
         assert prepared.file.read(next(iter(prepared.file.tensors)), 0, 1)
     with pytest.raises(ValueError, match="closed file"):
         prepared.file.read(next(iter(prepared.file.tensors)), 0, 1)
+
+
+async def test_lanes_share_a_budget_of_rows_by_the_form_in_which_they_travel(config: BackboneConfig) -> None:
+    config = replace(config, n_lanes=2, n_slots=2, engine=EngineConfig(n_ctx=64, n_batch=64, n_ubatch=64))
+    async with open_backbone(config, IDENTITY) as running:
+        first, second = running.backbone.lanes
+        first.budget.began(0, 16, wants_more=False)
+        assert second.budget.room(1) == most_rows(config.wire, config.engine.n_batch) - 16
 
 
 async def test_a_cancelled_start_does_not_hash_on(config: BackboneConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -96,6 +98,19 @@ async def test_an_answer_that_comes_first_is_not_waited_for_and_the_hand_overs_s
     for each in told:
         assert each.asked_s <= each.began_s <= each.done_s <= each.taken_s
         assert each.asked_s <= each.awaited_s <= each.taken_s
+
+
+async def test_a_layers_rows_are_freed_once_they_are_taken_without_a_collection() -> None:
+    dispatcher = Dispatcher()
+    bridge = bridge_to(dispatcher)
+    gc.disable()  # of a long prompt, each layer's rows would be kept until one came by
+    try:
+        rows = on_thread(lambda: weakref.ref(bridge.begin(0, X, IDS, WEIGHTS).result()))
+        (await dispatcher.begun()).give(X)
+        dispatcher.answers.clear()
+        assert (await rows)() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_failure_is_raised_where_the_thread_waits() -> None:

@@ -186,6 +186,36 @@ async def test_lanes_share_the_requests_and_the_weights(engines: list[Engine], e
         assert_same_or_tie(engines[0], text, await fresh_tokens(engines[0], prompt, 24))
 
 
+async def test_a_second_long_prompt_takes_shorter_steps_and_waits_for_nobody(
+    engines: list[Engine], experts: LocalExperts
+) -> None:
+    long, other = prompts(2, length=200)
+    async with opened(engines, n_slots=1, n_prompt_rows=96) as backbone:
+        experts.held = 0
+        first = asyncio.create_task(answer(backbone, long, max_tokens=1))
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        assert await asyncio.wait_for(answer(backbone, other, max_tokens=1), PROMPT_END)
+        assert steps(experts) == [64] + [32] * 6 + [9], "of 201 tokens, beside 64 rows under way"
+        experts.release.set()
+        await asyncio.wait_for(first, PROMPT_END)
+        assert steps(experts)[8:] == [64, 64, 8], "alone again"
+
+
+async def test_a_prompt_that_is_given_up_gives_its_rows_back(engines: list[Engine], experts: LocalExperts) -> None:
+    long, other = prompts(2, length=200)
+    async with opened(engines, n_slots=1, n_prompt_rows=96) as backbone:
+        experts.held = 0
+        leaving = asyncio.create_task(answer(backbone, long, max_tokens=1))
+        await asyncio.wait_for(experts.is_waiting.wait(), PROMPT_END)
+        leaving.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+        await asyncio.wait_for(backbone.idle(), PROMPT_END)
+        experts.reset()
+        assert await asyncio.wait_for(answer(backbone, other, max_tokens=1), PROMPT_END)
+        assert steps(experts) == [64, 64, 64, 9]
+
+
 # What is reused
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from swarm.backbone.scheduler import (
@@ -35,7 +37,7 @@ def decoding(origin: int, **options: int) -> LiveRequest:
     return live(origin, 10, n_computed=10, n_drawn=1, **options)
 
 
-def schedule(*requests: LiveRequest, **options: float) -> LaneSchedule:
+def schedule(*requests: LiveRequest, **options: Any) -> LaneSchedule:
     made = LaneSchedule(n_slots=8, n_batch=N_BATCH, **options)
     for request in requests:
         made.join(request)
@@ -85,6 +87,13 @@ def test_a_prompt_beside_decoding_goes_on_however_dear_its_rows_are() -> None:
 def test_prompts_share_a_chunk_half_for_the_oldest_and_the_rest_for_the_shortest() -> None:
     made = schedule(live(1, 5000), live(2, 5000), live(3, 20))
     assert rows(made) == {1: 256, 2: 236, 3: 20}
+
+
+def test_prompts_have_no_more_rows_than_there_is_room_for_and_who_decodes_needs_none() -> None:
+    made = schedule(decoding(1), live(2, 1000), live(3, 50), room=lambda: 100)
+    assert rows(made) == {1: 1, 2: 50, 3: 50}
+    assert [share.n_prompt_rows for share in made.plan()] == [0, 50, 50]
+    assert rows(schedule(live(1, 1000), room=lambda: 2000)) == {1: N_BATCH}
 
 
 def test_what_short_prompts_leave_goes_back_to_the_oldest() -> None:

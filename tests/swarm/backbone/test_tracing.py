@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swarm.backbone.tracing import MAX_PASSES, Tracer
-from swarm.dispatch.dispatcher import BatchSpan, LayerSpan
+from swarm.dispatch.layer_counts import BatchSpan, LayerSpan
 from swarm.dispatch.plan import HERE
 from swarm.ids import NodeId
 
