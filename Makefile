@@ -12,15 +12,22 @@ help:  ## Show this list.
 demo: $(VENV)/.installed  ## Start a swarm on this machine and let it write a text.
 	$(BIN)/swarm demo --once
 
+# Two at once, whole files in their order (those that wait come first), then those that judge time, one by one; both in any case.
+WORKERS ?= 2
+BESIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-dev  ## Run the tests.
-	$(BIN)/python -m pytest -m "not slow"
+	@status=0; set -x; \
+	$(BIN)/python -m pytest -m "not slow and not alone" $(BESIDE) || status=1; \
+	$(BIN)/python -m pytest -m "alone and not slow" tests/e2e || status=1; \
+	exit $$status
 
 test-slow: $(VENV)/.installed-dev  ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow
 
 test-compiled: .venv-compiled/.installed-compiled  ## Run what touches the engine on llama-cpp-python (compiles it, about 4 minutes).
-	SWARM_ENGINE=llama-cpp-python .venv-compiled/bin/python -m pytest -m "not slow" \
-		tests/swarm/native tests/swarm/experts tests/swarm/backbone tests/swarm/wire tests/swarm/gate tests/e2e/test_verify.py
+	SWARM_ENGINE=llama-cpp-python .venv-compiled/bin/python -m pytest -m "not slow" $(BESIDE) \
+		tests/e2e/test_verify.py tests/swarm/native tests/swarm/experts tests/swarm/backbone tests/swarm/wire tests/swarm/gate
 
 lint: $(VENV)/.installed-dev  ## Check style and types.
 	$(BIN)/ruff check .

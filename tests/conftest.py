@@ -8,10 +8,15 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 from rich.logging import RichHandler
 
 # Before any test loads the engine library: several processes share two cores (ARCHITECTURE.md).
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in each run, however slow: other tests share this machine.
+settings.register_profile("tests", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 TINY_MOE = Path(__file__).parent.parent / "examples" / "tiny_moe"
 

@@ -125,7 +125,10 @@ class LocalSwarm:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(child.stop() for child in self._children))
+        relays = [child for child in self._children if child.arguments[0] == "relay"]
+        others = [child for child in self._children if child.arguments[0] != "relay"]
+        for children in (others, relays):  # who leaves says so to a relay, and waits seconds for one that has gone
+            await asyncio.gather(*(child.stop() for child in children))
 
     @property
     def registry(self) -> str:

@@ -48,6 +48,10 @@ if (_path := os.environ.get("TEST_CLOCK_FILE")) is not None:
     time.time = lambda: _time() + _offset_s()
     time.time_ns = lambda: _time_ns() + _offset_s() * 1_000_000_000
     datetime.datetime = _Datetime
+
+    import swarm.registry.announcer
+
+    swarm.registry.announcer.RENEW_S = 3.0  # so that a renewal need not be waited for long
 """
 
 

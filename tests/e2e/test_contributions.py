@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 
 from swarm.cli.receipts import check
 from swarm.emulation.processes import Child, LocalSwarm
@@ -21,6 +22,16 @@ from swarm.identity import Identity
 from tests.e2e.conftest import wait_healthy
 
 SOON_S = 90.0  # a peer asks 5 s after its first dispatch, a relay within 12 s after that; fivefold
+# In the children everybody asks sooner; Python imports this before anything else.
+IMPATIENT = """
+import peer.receipts
+import swarm.registry.gatherer
+import swarm.registry.leaderboard
+
+peer.receipts.LEAST_ASK_S, peer.receipts.QUIET_S = 1.0, 0.5
+swarm.registry.gatherer.LEAST_S = 1.0
+swarm.registry.leaderboard.BOARD_S = 1.0
+"""
 
 
 async def get(url: str, path: str) -> str:
@@ -80,7 +91,11 @@ def receipts_of(peer: Child) -> Path:
     return path
 
 
-async def test_totals_are_what_the_backbone_counted_wherever_they_are_shown(tmp_path: Path, tiny_moe: Path) -> None:
+async def test_totals_are_what_the_backbone_counted_wherever_they_are_shown(
+    tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(IMPATIENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     key = Identity.load_or_create(Folders.below(tmp_path / "backbone").config / "serve.key")
     async with LocalSwarm(tmp_path) as processes:
         relay = await processes.add_relay("--receipts-from", str(key.node_id))

@@ -16,7 +16,7 @@ from swarm.backbone.continuation import Continuation
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.local_drafts import LocalDrafter
 from swarm.backbone.local_keeper import FIRST_TOKENS, LocalBudget
-from swarm.dispatch.dispatcher import DispatchStats
+from swarm.dispatch.layer_counts import DispatchStats
 from swarm.emulation.processes import LocalSwarm
 from swarm.files import Folders
 from swarm.identity import Identity

@@ -18,24 +18,32 @@ import pytest_asyncio
 from swarm.emulation.processes import LocalSwarm
 from tests.e2e.conftest import N_EXPERT, RunningSwarm
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 FREE_WITHIN_S = 2.0  # scenario 9's promise
 PROMPT = "The :mod:`json` module provides"
 LONG = "import json\n" * 180  # 900 tokens, of the 1,024 that the model has room for
 BODY: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0}
 
 
-@pytest_asyncio.fixture
-async def swarm(tmp_path: Path, tiny_moe: Path) -> AsyncIterator[RunningSwarm]:
-    async with LocalSwarm(tmp_path) as processes:
+@contextlib.asynccontextmanager
+async def running(folder: Path, tiny_moe: Path) -> AsyncIterator[RunningSwarm]:
+    async with LocalSwarm(folder) as processes:
         options = ("--slots", "4", "--lanes", "2", "--queue", "2")
         backbone = await processes.start_backbone(tiny_moe / "model-Q8_0.gguf", *options)
         await processes.add_peers(2, N_EXPERT)
-        running = RunningSwarm(processes, backbone)
-        await running.wait_healthy()
-        yield running
+        made = RunningSwarm(processes, backbone)
+        await made.wait_healthy()
+        yield made
 
 
-@pytest_asyncio.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def swarm(tmp_path_factory: pytest.TempPathFactory, tiny_moe: Path) -> AsyncIterator[RunningSwarm]:
+    """One for all: each test leaves it as idle as it was."""
+    async with running(tmp_path_factory.mktemp("swarm"), tiny_moe) as made:
+        yield made
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def client() -> AsyncIterator[aiohttp.ClientSession]:
     connector = aiohttp.TCPConnector(force_close=True, limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=60)) as session:
@@ -72,17 +80,19 @@ async def test_a_client_that_leaves_frees_slot_and_peers_within_two_seconds(
 ) -> None:
     """Scenario 9: generation went on after the client had left."""
     before = await text_of(client, swarm)
+    n_cancelled = await metric(client, swarm, "swarm_requests_cancelled_total")
+    n_first = await metric(client, swarm, "swarm_ttft_seconds_count")
     fields = {"prompt": LONG, "max_tokens": 8} if phase == "prefill" else {"max_tokens": 2000}
     task = asyncio.create_task(text_of(client, swarm, **fields))
     await becomes(client, swarm, "swarm_requests_running", 1, FREE_WITHIN_S)
     if phase == "decode":
-        await becomes(client, swarm, "swarm_ttft_seconds_count", 2, FREE_WITHIN_S)
+        await becomes(client, swarm, "swarm_ttft_seconds_count", n_first + 1, FREE_WITHIN_S)
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
     await becomes(client, swarm, "swarm_requests_running", 0, FREE_WITHIN_S)
-    assert await metric(client, swarm, "swarm_requests_cancelled_total") == 1
-    assert await metric(client, swarm, "swarm_ttft_seconds_count") == (2 if phase == "decode" else 1)
+    assert await metric(client, swarm, "swarm_requests_cancelled_total") == n_cancelled + 1
+    assert await metric(client, swarm, "swarm_ttft_seconds_count") == n_first + (phase == "decode")
     n_trips = await metric(client, swarm, "swarm_round_trips_total")
     await asyncio.sleep(0.3)
     assert await metric(client, swarm, "swarm_round_trips_total") == n_trips, "peers are still asked for its layers"
@@ -111,20 +121,21 @@ async def test_who_finds_the_line_full_is_told_when_to_come_back_and_nobody_else
 
 
 async def test_a_sigterm_lets_streams_end_and_refuses_new_requests(
-    swarm: RunningSwarm, client: aiohttp.ClientSession
+    tmp_path: Path, tiny_moe: Path, client: aiohttp.ClientSession
 ) -> None:
     fields = BODY | {"max_tokens": 200, "stream": True}
-    async with client.post(f"{swarm.url}/completions", json=fields) as answer:
-        await answer.content.readline()
-        swarm.backbone.leave()
-        async with client.post(f"{swarm.url}/completions", json=BODY) as other:
-            assert other.status == 429
-            assert "shutting down" in (await other.json())["error"]["message"]
-        lines = [line async for line in answer.content if line.startswith(b"data: ")]
-    assert lines[-1] == b"data: [DONE]\n"
-    events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
-    assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert await asyncio.wait_for(swarm.backbone.process.wait(), 10) == 0
+    async with running(tmp_path, tiny_moe) as swarm:
+        async with client.post(f"{swarm.url}/completions", json=fields) as answer:
+            await answer.content.readline()
+            swarm.backbone.leave()
+            async with client.post(f"{swarm.url}/completions", json=BODY) as other:
+                assert other.status == 429
+                assert "shutting down" in (await other.json())["error"]["message"]
+            lines = [line async for line in answer.content if line.startswith(b"data: ")]
+        assert lines[-1] == b"data: [DONE]\n"
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-1]]
+        assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert await asyncio.wait_for(swarm.backbone.process.wait(), 10) == 0
 
 
 async def test_rude_clients_get_clear_errors_and_the_others_their_answers(

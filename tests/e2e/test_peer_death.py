@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import time
@@ -82,6 +83,7 @@ async def test_an_idle_peers_death_is_noticed_without_a_request(running_swarm: R
         while status == 200 and time.monotonic() - killed_at < 40:
             async with client.get(swarm.url.removesuffix("/v1") + "/health") as answer:
                 status, health = answer.status, await answer.json()
+            await asyncio.sleep(0.05)
     assert status == 503, health
     assert any("experts 0-9" in reason for reason in health["reasons"])
 
@@ -95,5 +97,6 @@ async def test_a_peer_that_leaves_gracefully_is_missed_at_once(running_swarm: Ru
         while status == 200 and time.monotonic() - left_at < 20:
             async with client.get(swarm.url.removesuffix("/v1") + "/health") as answer:
                 status = answer.status
+            await asyncio.sleep(0.05)
     assert status == 503
     assert time.monotonic() - left_at < 10, "a withdrawal is seen at the next look at the registry (2 s)"

@@ -26,6 +26,8 @@ from swarm.registry.client import parse_registry
 from swarm.wire.rows import parse_wire
 from tests.synthetic_moe import write_synthetic_moe
 
+pytestmark = pytest.mark.alone  # who computes is chosen by time
+
 N_EXPERT = 8
 NEAR, FAR = 0, 1
 RTTS_S = (0.002, 0.008)

@@ -61,6 +61,7 @@ async def test_without_drafts_every_token_costs_its_round_trips() -> None:
     json.dumps(figures)
 
 
+@pytest.mark.alone
 async def test_a_second_backbone_decodes_the_same_tokens_without_overlap() -> None:
     options = DecodeOptions(
         model=MODEL,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model-Q8_0.gguf"
-# What is promised on a quiet machine; tests share theirs, hence the slack.
+# What is promised on a quiet machine; tests share theirs, hence the slack. `swarm bench failover` judges the promise.
 LONGEST_STALL_S = {"kill": 1.0, "stop": 2.0, "cut": 2.0, "drain": 1.0}
-SLACK = 2.0
+SLACK = 5.0
 
 
 async def bench(*options: str) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 MODEL = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model-Q8_0.gguf"
+pytestmark = pytest.mark.alone  # shares of time
+
 LEAST_SHARE = 0.35  # the promise; with equal work each has half
 
 

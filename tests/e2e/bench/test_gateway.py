@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from swarm.bench.gateway import GatewayOptions, measure_gateway
 from swarm.bench.testbed import PathOptions
 from swarm.wire.rows import parse_wire
@@ -12,6 +14,7 @@ from swarm.wire.rows import parse_wire
 MODEL = Path(__file__).parents[3] / "examples" / "tiny_moe" / "model-Q8_0.gguf"
 
 
+@pytest.mark.alone
 async def test_streams_share_steps_and_answer_as_they_do_alone() -> None:
     options = GatewayOptions(
         model=MODEL,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from swarm.bench.latency import N_CONTROL, LatencyOptions, measure_latency
 
 
+@pytest.mark.alone
 async def test_fresh_connections_are_measured_beside_the_round_trip() -> None:
     told: list[tuple[int, int]] = []
     options = LatencyOptions(size_bytes=3300, rtt_s=0.02, silence_s=0.1, n_fresh=2, n_lossy=0)
@@ -19,6 +22,7 @@ async def test_fresh_connections_are_measured_beside_the_round_trip() -> None:
     json.dumps(report.as_json())
 
 
+@pytest.mark.alone
 async def test_lossy_dispatches_are_shared_by_connections_and_their_copies_are_counted() -> None:
     options = LatencyOptions(
         size_bytes=12_288, rtt_s=0.02, loss=0.2, silence_s=0, n_fresh=1, n_lossy=30, n_connections=3

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import pytest
+
 from swarm.bench.prefill import PrefillOptions, measure_prefill
 from swarm.bench.testbed import PathOptions
 from swarm.wire.rows import parse_wire
@@ -36,6 +38,7 @@ async def test_chunked_and_whole_prefills_move_the_same_rows(tmp_path: Path) -> 
     assert figures["sweep"] == []
 
 
+@pytest.mark.alone
 async def test_on_a_slow_path_chunks_do_not_cost_time(tmp_path: Path) -> None:
     path = write_synthetic_moe(
         tmp_path / "small.gguf", n_embd=512, n_layers=3, n_expert=4, n_expert_used=2, n_ff_exp=32

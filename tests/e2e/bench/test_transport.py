@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from swarm.bench.transport import measure_star
 
 
+@pytest.mark.alone
 async def test_a_star_is_measured_three_ways() -> None:
     n_beside = 0
 

@@ -20,7 +20,10 @@ from swarm.emulation.link import LinkSpec
 from swarm.emulation.path import Drop, PathSpec
 from swarm.errors import LocalProtocolError
 
-pytestmark = pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing()))
+pytestmark = [
+    pytest.mark.skipif(namespaces.missing() is not None, reason=str(namespaces.missing())),
+    pytest.mark.alone,  # `nothing_is_left` looks at the whole machine
+]
 
 LIMIT_S = 20.0
 ECHO = """

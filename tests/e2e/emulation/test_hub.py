@@ -31,6 +31,8 @@ from swarm.wire import messages as m
 from swarm.wire import session as s
 
 MS = NS_PER_S // 1000
+pytestmark = pytest.mark.alone  # many judge how punctual it is
+
 SETTLE_S = 0.3  # after the last packet, before what arrived is counted; the paths here hold at most 0.1 s
 LIMIT_S = 10.0
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from swarm.emulation import processes
-from swarm.emulation.processes import LocalSwarm, ProcessFailed
+from swarm.emulation.processes import Child, LocalSwarm, ProcessFailed
 
 GONE_WITHIN_S = 10.0
 
@@ -84,7 +84,17 @@ async def test_children_end_when_their_parent_is_killed(tmp_path: Path, tiny_moe
     await wait_gone(*pids)
 
 
-async def test_a_peer_comes_back_as_itself_and_leaving_ends_every_child(tmp_path: Path, tiny_moe: Path) -> None:
+async def test_a_peer_comes_back_as_itself_and_leaving_ends_every_child(
+    tmp_path: Path, tiny_moe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Child] = []
+    stop = Child.stop
+
+    async def noted(child: Child) -> None:
+        await stop(child)
+        ended.append(child)
+
+    monkeypatch.setattr(Child, "stop", noted)
     options = ("--model", str(tiny_moe / "model-Q8_0.gguf"), "--layers", "0-1")
     async with LocalSwarm(tmp_path) as swarm:
         await swarm.add_peers(2, 4, *options)
@@ -104,6 +114,7 @@ async def test_a_peer_comes_back_as_itself_and_leaving_ends_every_child(tmp_path
         assert swarm.relay is not None
         children = [again, second, swarm.relay]
     assert [child.process.returncode for child in children] == [0, 0, 0], "each left by itself"
+    assert ended[-1] is swarm.relay, "the others say goodbye to it"
 
 
 async def test_a_child_that_fails_says_why_and_the_others_stay(tmp_path: Path, tiny_moe: Path) -> None:

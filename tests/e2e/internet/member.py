@@ -1,7 +1,8 @@
-"""A node without a model, for tests on the virtual internet: `python member.py peer|backbone HOST SWARM://...`.
+"""A node without a model, for tests on the virtual internet: `python member.py peer|backbone HOST SWARM://... [REST_S]`.
 
 A peer announces one expert and answers GET_STATUS. A backbone obeys lines of JSON on its standard input, and answers each:
-{"reach": node}: connect, {"ask": node, "n": 5, "every_s": 0.01}: requests, {"report": node}: how it is reached.
+{"reach": node}: connect, {"ask": node, "n": 5, "every_s": 0.01}: requests, {"report": node}: how it is reached. With REST_S it
+dials back for a relay that often, so that a test need not wait between two checks.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from swarm.errors import SwarmError
 from swarm.identity import Identity
 from swarm.ids import ExpertSet, ModelId, NodeId
+from swarm.net import reachability
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.path_finder import PathFinder
@@ -114,6 +116,8 @@ async def obey(command: dict[str, Any], pool: Pool, registry: RegistryClient) ->
 
 async def main() -> None:
     role, host, where = sys.argv[1:4]
+    if len(sys.argv) > 4:
+        reachability.CHECK_REST_S = float(sys.argv[4]) * reachability.N_HELPERS
     nodes = parse_registry(where)
     async with (
         Endpoint(Identity.generate(), host=host, handler=answer, serves=(m.GetStatus,)) as endpoint,

@@ -16,7 +16,7 @@ from tests.e2e.internet.test_generation import generate
 from tests.e2e.internet.world import World
 from tests.terminal import Terminal
 
-RATE_BIT_S = 2e6  # of each path: the slice's 3 MB take about 12 s
+RATE_BIT_S = 4e6  # of each path: the slice's 3 MB take about 6 s
 COMMAND = "swarm join --experts 12-19"
 DOCUMENT = Path(__file__).parents[3] / "docs" / "volunteer.md"
 START, END = "<!-- recording: written by tests/e2e/internet/test_first_join.py -->", "<!-- end of recording -->"

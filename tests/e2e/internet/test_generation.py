@@ -14,7 +14,7 @@ from tests.e2e.internet.world import Program, World, world
 
 BODY: dict[str, Any] = {
     "prompt": "The :mod:`json` module provides",
-    "max_tokens": 60,
+    "max_tokens": 30,
     "temperature": 0,
     "stream": True,
 }

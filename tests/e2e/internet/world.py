@@ -107,10 +107,12 @@ class World:
         self._programs.append(program)
         return program
 
-    async def member(self, role: str, host: Host, *, home: str, is_v6: bool = False) -> tuple[Program, dict[str, Any]]:
+    async def member(
+        self, role: str, host: Host, *options: str, home: str, is_v6: bool = False
+    ) -> tuple[Program, dict[str, Any]]:
         """Start a member, and return it with its `ready`."""
         where = self.registry6 if is_v6 else self.registry
-        program = await self.start(host, str(MEMBER), role, "::", where, home=home)
+        program = await self.start(host, str(MEMBER), role, "::", where, *options, home=home)
         return program, await program.event()
 
     async def behind(self, name: str, kind: NatKind, *, hairpin: bool = False) -> tuple[Host, Router]:

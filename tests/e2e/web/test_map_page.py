@@ -215,6 +215,7 @@ async def test_the_leaderboard_shows_names_as_text_and_is_kept_up_to_date() -> N
         assert wrong == []
 
 
+@pytest.mark.alone
 async def test_two_thousand_peers_stay_smooth_and_cheap() -> None:
     async with serving(MadeUpMap(2000)) as url, browser() as chromium:
         page = await chromium.new_page()
@@ -261,6 +262,7 @@ async def test_a_chat_begun_anew_in_mid_answer_knows_nothing_of_the_former() -> 
     assert "one" not in asked.replace("second question", "")
 
 
+@pytest.mark.alone
 async def test_who_joins_and_leaves_is_seen_within_two_seconds_and_the_chat_works(
     tmp_path: Path, tiny_moe: Path
 ) -> None:
