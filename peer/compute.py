@@ -38,6 +38,7 @@ INLINE_S = 0.001
 # Where several backbones ask, a merged group is to take no longer: so long one waits for another's, at each layer. Guessed: a
 # tenth of a short path's round trip and more; merging saves 60 us a dispatch.
 SHARED_GROUP_S = 0.003
+SURELY_FITS_BYTES = LIMITS[FrameType.RESULT] // 2
 PAIR_GAIN = 0.2  # of the running mean of the time per pair; guessed: a wait for a core is forgotten after a few
 
 
@@ -111,24 +112,24 @@ class Compute:
         Raises:
             What `start` raises, and what its future fails with.
         """
-        if asker != self._latest:  # the line is to see that there are several
+        if asker is not self._latest and asker != self._latest:  # the line is to see that there are several
             self._latest = asker
             return None
-        n_pairs = len(dispatch.expert_ids)
+        layer, row_counts, expert_ids = dispatch.layer, dispatch.row_counts, dispatch.expert_ids
+        n_pairs = len(expert_ids)
         if self._n_in_line or n_pairs * self._pair_s > INLINE_S:
             return None
-        with self._lock:
-            if self._is_thread_busy or self._is_closed or self._line.is_shared:
-                return None
-        _check_answer_fits(dispatch)
+        # Without the lock: only this loop makes the thread busy, and while that rests only this loop changes the line.
+        if self._is_thread_busy or self._is_closed or self._line.is_shared:
+            return None
         started = time.perf_counter()
-        rows = self._executor.run(
-            dispatch.layer, dispatch.rows, dispatch.row_counts, dispatch.expert_ids, dispatch.weights
-        )
+        rows = self._executor.run(layer, dispatch.rows, row_counts, expert_ids, dispatch.weights)
         compute_s = time.perf_counter() - started
+        if rows.nbytes > SURELY_FITS_BYTES:  # as f32, of which no codec makes more; nothing long was computed in vain
+            _check_answer_fits(dispatch)
         self._note_pairs(compute_s, n_pairs)
         stats = self.stats
-        stats.n_rows += len(dispatch.row_counts)
+        stats.n_rows += len(row_counts)
         stats.n_dispatches += 1
         stats.n_computations += 1
         stats.compute_s += compute_s
@@ -220,8 +221,8 @@ class Compute:
         return _Done(group, outcomes, started, ended)
 
     def _note_pairs(self, compute_s: float, n_pairs: int) -> None:
-        pair_s = compute_s / max(1, n_pairs)
-        self._pair_s = pair_s if math.isinf(self._pair_s) else self._pair_s + PAIR_GAIN * (pair_s - self._pair_s)
+        pair_s, mean_s = compute_s / max(1, n_pairs), self._pair_s
+        self._pair_s = pair_s if mean_s == math.inf else mean_s + PAIR_GAIN * (pair_s - mean_s)
 
     def _outcome(self, dispatch: m.Dispatch) -> Outcome:
         try:

@@ -99,6 +99,7 @@ class PeerDaemon:
         self._under_way: set[asyncio.Future[m.Result]] = set()  # dispatches in line or computed, and
         self._in_line: Counter[NodeId] = Counter()  # how many of them are each backbone's
         self._askers = Askers()
+        self._latest: NodeId | None = None  # of them, who asked last
         self._pauses = self._make_pauses()
         self._traffic: Traffic | None = None
         self._announcing: asyncio.Task[None] | None = None
@@ -425,9 +426,9 @@ class PeerDaemon:
             return self._answer_status()
         if self._slice is None or self._manifest is None:
             raise LookupError("this peer is still loading its slice")
-        if isinstance(request, GIVES):
-            return self._answer_joiner(request)
         if not isinstance(request, m.Dispatch):
+            if isinstance(request, GIVES):
+                return self._answer_joiner(request)
             raise RemoteProtocolError(f"not for a peer: got {type(request).__name__}")
         if request.model_tag != self._manifest.model_id.raw[: m.MODEL_TAG_BYTES]:
             raise LookupError(f"this peer serves model {self._manifest.model_id.short}")
@@ -436,13 +437,12 @@ class PeerDaemon:
         if self._pauses.why:
             raise Leaving(f"this peer rests: {self._pauses.why}")
         readiness = None if isinstance(connection, TlsLink) else self._readiness  # it watches QUIC's socket
-        return self._start(self._slice_for(request, self._slice).compute, connection.remote, request, readiness)
+        chosen = self._slice if self._former is None else self._slice_for(request, self._slice, self._former)
+        return self._start(chosen.compute, connection.remote, request, readiness)
 
-    def _slice_for(self, request: m.Dispatch, current: Slice) -> Slice:
+    @staticmethod
+    def _slice_for(request: m.Dispatch, current: Slice, former: Slice) -> Slice:
         """Return the slice that holds what is asked for: where a backbone has not heard of the new one, the former."""
-        former = self._former
-        if former is None:
-            return current
         asked = {(request.layer, expert) for expert in request.expert_ids.tolist()}
         is_held = all(pair in current.experts for pair in asked)
         return current if is_held or not all(pair in former.experts for pair in asked) else former
@@ -455,16 +455,17 @@ class PeerDaemon:
         Alone, a backbone may fill the line; beside others, it has an equal part, so that one that sends more than is computed
         is told so, and not the others.
         """
-        self._askers.add(backbone)
+        if backbone is not self._latest:  # what a line adds here is paid for each token's layer, cold
+            self._latest = backbone
+            self._askers.add(backbone)
         if self._collector is not None:
             self._collector.note(backbone)
-        n_mine = self._in_line[backbone]
-        n_backbones = len(self._in_line) + (n_mine == 0)
-        if n_mine >= max(MIN_SHARE, MAX_LINE // n_backbones):
+        n_mine = self._in_line[backbone] if self._in_line else 0
+        if n_mine >= MIN_SHARE and n_mine >= MAX_LINE // len(self._in_line):
             mean_s = compute.stats.compute_s / max(1, compute.stats.n_computations)
             retry_after_s = min(max(n_mine * mean_s, MIN_RETRY_S), MAX_RETRY_S)
             raise Overloaded(f"{n_mine} dispatches of this backbone wait at this peer", retry_after_s=retry_after_s)
-        traffic, loop = self._traffic, asyncio.get_running_loop()
+        traffic = self._traffic
         assert traffic is not None
         self._last_asked = time.monotonic()
         n_bytes = traffic.admit(request)
@@ -473,11 +474,11 @@ class PeerDaemon:
         if (result := compute.at_once(request, backbone)) is not None:
             if n_bytes:
                 traffic.promise(n_bytes)
-                loop.call_soon(traffic.settle, n_bytes)  # once its bytes are counted
+                asyncio.get_running_loop().call_soon(traffic.settle, n_bytes)  # once its bytes are counted
             if readiness is not None and len(request.row_counts) == 1:
                 readiness.began((request, result))
             return result
-        answer = compute.start(request, backbone)
+        answer, loop = compute.start(request, backbone), asyncio.get_running_loop()
         traffic.promise(n_bytes)
         self._under_way.add(answer)
         self._in_line[backbone] = n_mine + 1

@@ -84,6 +84,8 @@ class Traffic:
 
     def admit(self, request: m.Dispatch) -> int:
         """Return the bytes of a dispatch's answer; raises Overloaded while they, or what came in already, are too much."""
+        if self._up is None and self._down is None:
+            return 0
         now, wait_s = self._now(), 0.0
         n_bytes = 0
         if self._up is not None:

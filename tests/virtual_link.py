@@ -77,7 +77,7 @@ class Side:
     def wake(self) -> None:
         assert self.driver is not None
         self.driver.handle_timer(self.world.now)
-        for data, _ in self.driver.copies(self.world.now):
+        for data in self.driver.copies(self.world.now):
             self.repair_bytes += len(data)
             self.offer(data)
         self.pump(has_data=False)
@@ -97,10 +97,11 @@ class Side:
         driver = self.driver
         assert driver is not None
         self.take_events()
-        for data, _ in driver.flush(self.world.now, has_data=has_data):
-            self.n_sent += 1
-            self.bytes_sent += len(data)
-            self.offer(data)
+        for flight in driver.flush(self.world.now, has_data=has_data):
+            for data in flight:
+                self.n_sent += 1
+                self.bytes_sent += len(data)
+                self.offer(data)
 
     def send(self, stream: int, size: int) -> None:
         assert self.driver is not None

@@ -36,7 +36,7 @@ from swarm.bench.draft_texts import Piece, novel_pieces
 from swarm.bench.popularity import keep_popularity
 from swarm.bench.speculation import read_tokens
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
-from swarm.dispatch.dispatcher import DispatchStats
+from swarm.dispatch.layer_counts import DispatchStats
 from swarm.identity import Identity
 from swarm.wire.rows import parse_wire
 

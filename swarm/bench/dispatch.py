@@ -191,6 +191,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
         while options.compares_serial and chain.n_destinations(ids) < options.n_peers:
             ids, weights = draw_choices(rng, options)
         if i == N_WARM_UP:
+            dispatcher.catch_up()
             testbed.spans.clear()
             before = endpoint.counts.now()
             payload_out, payload_back = dispatcher.stats.bytes_out, dispatcher.stats.bytes_back
@@ -209,6 +210,7 @@ async def _measure(testbed: Testbed, options: DispatchOptions, progress: Callabl
     payload_out = dispatcher.stats.bytes_out - payload_out
     payload_back = dispatcher.stats.bytes_back - payload_back
     own_cpu_s, peers_cpu_s = time.process_time() - own_cpu_s, _peers_cpu_s(testbed) - peers_cpu_s
+    dispatcher.catch_up()
     spans = list(testbed.spans)
     for _ in range(min(options.n_dispatches, 30)):
         echoes.append(await _echo(testbed))

@@ -30,7 +30,7 @@ from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbo
 from swarm.backbone.engine import EngineConfig
 from swarm.backbone.local_keeper import LocalBudget
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
-from swarm.dispatch.dispatcher import DispatchStats
+from swarm.dispatch.layer_counts import DispatchStats
 from swarm.dispatch.local_choice import kept_share
 from swarm.dispatch.popularity import Popularity
 from swarm.emulation.processes import contiguous_shares

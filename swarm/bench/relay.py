@@ -239,14 +239,10 @@ def _pump(relay: RelayProcess, pipes: Sequence[_Pipe], n_packets: int, seconds: 
                 pipes[at].sender.send(runs[at], relay.where.address)
             n_under_way += n_packets
             at = (at + 1) % len(pipes)
-        try:
-            while True:
-                n = len(receiver.receive()[0])
-                n_received += n
-                n_under_way -= n
-                last = now
-        except BlockingIOError:
-            pass
+        while n := len(receiver.receive()):
+            n_received += n
+            n_under_way -= n
+            last = now
         if n_under_way >= WINDOW_PACKETS:
             select.select([pipes[0].receiver], [], [], MAX_FLIGHT_DELAY_S)
         if now > last + STALL_S:

@@ -42,7 +42,7 @@ from swarm.bench.draft_texts import (
 from swarm.bench.lookahead import LookaheadDrafter
 from swarm.bench.popularity import open_local
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
-from swarm.dispatch.dispatcher import DispatchStats
+from swarm.dispatch.layer_counts import DispatchStats
 from swarm.errors import UserError
 from swarm.speculation.accept import DraftStats
 from swarm.speculation.drafter import Drafter

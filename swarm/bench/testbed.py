@@ -21,7 +21,7 @@ import numpy as np
 
 from swarm.backbone.assembly import BackboneConfig, RunningBackbone, open_backbone
 from swarm.backbone.engine import EngineConfig
-from swarm.dispatch.dispatcher import LayerSpan
+from swarm.dispatch.layer_counts import LayerSpan
 from swarm.emulation.hub import EmulatedPaths, EmulatorStats
 from swarm.emulation.link import NS_PER_S, LinkSpec
 from swarm.emulation.path import PathSpec

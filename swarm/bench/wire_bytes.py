@@ -26,8 +26,9 @@ from swarm.bench.dispatch import layer_model
 from swarm.bench.routing import KindRouter, draw_weights
 from swarm.bench.synthetic import SyntheticModel
 from swarm.bench.testbed import PathOptions, Testbed, open_testbed
-from swarm.dispatch.dispatcher import Dispatcher, LayerSpan
+from swarm.dispatch.dispatcher import Dispatcher
 from swarm.dispatch.fanout import clustered_shares, co_activation, contiguous_shares
+from swarm.dispatch.layer_counts import LayerSpan
 from swarm.errors import UserError
 from swarm.ids import ExpertSet
 from swarm.wire.rows import Wire, WireForm

@@ -2,7 +2,7 @@
 
 Pure: whoever drives it sends the orders it returns, tells it what became of them, and when. Knows nothing of connections.
 
-    begin -> orders to send
+    begin -> orders to send, one by one
       answered(order)        the batch is done, or its other parts are still awaited; later answers to it are ignored
       failed(order)          -> the batch asked of replicas, or later of the same peer if it was only busy, or of this
                              process's own experts, or nothing: then the layer has failed, and `error` says how
@@ -28,7 +28,7 @@ import numpy as np
 
 from swarm.dispatch.hedge_budget import HedgeBudget
 from swarm.dispatch.plan import HERE, Batch
-from swarm.dispatch.service_time import BATCH_TIMEOUT_S, ServiceTimes
+from swarm.dispatch.service_time import BATCH_TIMEOUT_S, ServiceTime, ServiceTimes
 from swarm.dispatch.turns import Turns
 from swarm.errors import DeadlineExceeded, ExpertUnavailable, Overloaded, SwarmError
 from swarm.ids import NodeId
@@ -58,6 +58,7 @@ class Order:
     unit: _Unit
     n_ahead: int
     sent_at: float
+    service: ServiceTime | None  # the peer's; None: this process's own experts
     hedge_at: float = math.inf
     overdue_at: float = math.inf
     deadline: float = math.inf
@@ -142,7 +143,8 @@ class LayerAttempts:
         """
         self.error: ExpertUnavailable | None = None
         self._layer = layer
-        self._units = [_Unit(batch) for batch in batches]
+        self._batches = batches
+        self._units: list[_Unit] = []
         self._n_open = len(batches)
         self._times = times
         self._find_others = find_others
@@ -159,26 +161,28 @@ class LayerAttempts:
         """Whether every batch has its answer."""
         return self._n_open == 0
 
-    def answers(self) -> Iterator[Order]:
-        """Yield the orders whose answers make up the layer, in the plan's order; only when `is_done`."""
-        for unit in self._units:
-            assert unit.won is not None
-            yield from unit.won
+    def answers(self) -> list[Order]:
+        """Return the orders whose answers make up the layer, in the plan's order; only when `is_done`."""
+        assert not self._n_open
+        return [order for unit in self._units for order in unit.won or ()]
 
-    def begin(self, now: float) -> list[Order]:
-        """Return an order for each batch."""
+    def begin(self, now: float) -> Iterator[Order]:
+        """Yield an order for each batch, to be sent before the next is made: the first peer works while the others' are made."""
         self._began_at = now
         self._patient_until = now + BUSY_PATIENCE_S
         n_ahead: dict[NodeId, int] = {}
-        orders: list[Order] = []
-        for unit in self._units:
-            node = unit.batch.destination
-            n_ahead[node] = n_ahead.get(node, 0) + unit.batch.n_pairs
-            order = self._order(unit, node, unit.batch, now, n_ahead[node])
+        for batch in self._batches:
+            unit = _Unit(batch)
+            self._units.append(unit)
+            node = batch.destination
+            n_ahead[node] = ahead = n_ahead.get(node, 0) + batch.n_pairs
+            order = self._order(unit, node, batch, now, ahead)
             unit.lines.append([order])
-            orders.append(order)
-        self._budget.earn(len(orders))
-        return self._admit(orders, now) if self.turns.lines else orders
+            if self.turns.lines:
+                yield from self._admit([order], now)
+            else:
+                yield order
+        self._budget.earn(len(self._batches))
 
     def answered(self, order: Order) -> None:
         """An order has its answer; does nothing if its batch had one before."""
@@ -187,7 +191,10 @@ class LayerAttempts:
         if unit.won is not None:
             return
         for line in unit.lines:
-            if all(each.is_answered for each in line):
+            for each in line:
+                if not each.is_answered:
+                    break
+            else:
                 unit.won = line
                 self._n_open -= 1
                 if line[0].node != unit.batch.destination:
@@ -327,6 +334,8 @@ class LayerAttempts:
         if self._may_ask(order, now):
             order.resume_at = math.inf
             order.sent_at = now
+            if order.service is not None:  # it may have been forgotten meanwhile
+                order.service = self._times.of(order.node)
             self._time(order)
             self._stats.n_busy += 1
             return [order]
@@ -399,7 +408,7 @@ class LayerAttempts:
             return None
         free = min(unit.busy, key=lambda each: max(each.resume_at, self.turns.free_at(each.node, now)))
         unit.busy.remove(free)
-        order = free if batch is unit.batch else Order(free.node, batch, unit, batch.n_pairs, now)
+        order = free if batch is unit.batch else Order(free.node, batch, unit, batch.n_pairs, now, free.service)
         self._park(order, max(now, free.resume_at), now)
         return order
 
@@ -450,20 +459,20 @@ class LayerAttempts:
             return None
         unit.tried.add(HERE)
         self._stats.n_local += 1
-        order = Order(HERE, unit.batch, unit, unit.batch.n_pairs, now)
+        order = Order(HERE, unit.batch, unit, unit.batch.n_pairs, now, None)
         unit.lines.append([order])
         return order
 
     def _order(self, unit: _Unit, node: NodeId, batch: Batch, now: float, n_ahead: int) -> Order:
         unit.tried.add(node)
-        order = Order(node, batch, unit, n_ahead, now)
+        order = Order(node, batch, unit, n_ahead, now, None if node == HERE else self._times.of(node))
         self._time(order)
         return order
 
     def _time(self, order: Order) -> None:
-        if order.node == HERE:
+        if order.service is None:
             return
-        hedge_s, overdue_s, deadline_s = self._times.of(order.node).waits_s(order.n_ahead)
+        hedge_s, overdue_s, deadline_s = order.service.waits_s(order.n_ahead)
         order.deadline = order.sent_at + deadline_s
         if self._is_timed:
             order.hedge_at, order.overdue_at = order.sent_at + hedge_s, order.sent_at + overdue_s

@@ -65,7 +65,7 @@ def combine_partial(n_tokens: int, n_expert_used: int, n_embd: int, parts: Seque
     """
     _check_cover(n_tokens, n_expert_used, [batch for batch, _ in parts])
     out = np.zeros((n_tokens, n_embd), dtype=np.float32)  # [T, D]
-    for batch, rows in sorted(parts, key=lambda part: _fixed_order(part[0])):
+    for batch, rows in sorted(parts, key=_fixed_order):
         _check_shape(rows, (batch.n_rows, n_embd))
         if batch.n_rows == n_tokens:
             out += rows
@@ -74,8 +74,9 @@ def combine_partial(n_tokens: int, n_expert_used: int, n_embd: int, parts: Seque
     return out
 
 
-def _fixed_order(batch: Batch) -> tuple[bytes, int, int]:
-    return batch.destination.raw, int(batch.rows[0]), int(batch.slots[0])  # no two batches share a (row, slot)
+def _fixed_order(part: tuple[Batch, Rows]) -> tuple[bytes, np.integer, np.integer]:
+    batch = part[0]
+    return batch.destination.raw, batch.rows[0], batch.slots[0]  # no two batches share a (row, slot)
 
 
 def _check_shape(rows: Rows, expected: tuple[int, int]) -> None:
@@ -86,9 +87,8 @@ def _check_shape(rows: Rows, expected: tuple[int, int]) -> None:
 def _check_cover(n_tokens: int, n_expert_used: int, batches: Sequence[Batch]) -> None:
     """Raise LocalProtocolError unless the batches hold every (token, slot) exactly once."""
     if n_tokens == 1:  # a decoded token: a few pairs, for which the reductions below cost most of a combine
-        slots = b"".join(batch.slots.tobytes() for batch in batches)
-        is_first = all(batch.n_rows == 1 and int(batch.rows[0]) == 0 for batch in batches)
-        if is_first and sorted(slots) == list(range(n_expert_used)):
+        slots = b"".join([batch.slots.tobytes() for batch in batches if batch.n_rows == 1 and not batch.rows[0]])
+        if sorted(slots) == list(range(n_expert_used)):
             return
     pairs = np.concatenate(
         [np.empty(0, np.int64), *(batch.pair_rows * n_expert_used + batch.slots for batch in batches)]

@@ -9,27 +9,27 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import sys
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from swarm.dispatch.attempts import AttemptStats, LayerAttempts, Order
+from swarm.dispatch.attempts import LayerAttempts, Order
 from swarm.dispatch.audit import OPINION_TIMEOUT_S
 from swarm.dispatch.auditor import Auditor
 from swarm.dispatch.chunks import CHUNK_BYTES, NEAR_FACTOR, cut
 from swarm.dispatch.codecs import codecs_of
 from swarm.dispatch.combine import combine_exact, combine_partial
 from swarm.dispatch.contributions import Contributions
+from swarm.dispatch.encoded_rows import EncodedRows
 from swarm.dispatch.flight import Flight
 from swarm.dispatch.hedge_budget import HedgeBudget
 from swarm.dispatch.holders import Holders
+from swarm.dispatch.layer_counts import DispatchStats, EndedLayer, LayerSpan
 from swarm.dispatch.origin import Origin
-from swarm.dispatch.plan import HERE, Batch, MissingExperts, plan_dispatch
+from swarm.dispatch.plan import HERE, MAX_EXPERTS_USED, Batch, MissingExperts, plan_dispatch, plan_row
 from swarm.dispatch.popularity import Popularity
 from swarm.dispatch.replicas import Replicas
 from swarm.dispatch.service_time import ServiceTimes
@@ -47,6 +47,7 @@ from swarm.model.spec import ModelSpec
 from swarm.net.connection import Connection
 from swarm.net.fast_links import FastLinks
 from swarm.net.readiness import Readiness
+from swarm.net.tls_link import TlsLink
 from swarm.wire import messages as m
 from swarm.wire.frames import RESULT_HEAD_BYTES
 from swarm.wire.rows import RowCodec, Wire, back_codec, encode_rows, row_bytes
@@ -58,94 +59,6 @@ MAX_LATE = 64
 # Largest value taken from a peer. Hidden states reach some 1e4; sums of what passes here stay finite in float32, so that one
 # peer cannot turn a whole answer into NaN, which would come out as text without any error.
 MAX_MAGNITUDE = 1e30
-MAX_COUNTED = 1024  # nodes of `DispatchStats.assignments`: four times as many as one backbone uses at a time
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSpan:
-    """One answer of a layer; `queue_s`, `compute_s`: what the peer says of itself."""
-
-    node: NodeId
-    n_rows: int
-    answered_ns: int
-    queue_s: float
-    compute_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSpan:
-    """One layer's dispatch, stage by stage; nanoseconds of `time.monotonic_ns`.
-
-    Attributes:
-        began_ns, planned_ns, returned_ns, ended_ns: the call; batches packed, about to leave; all answers there; combined.
-        compute_s, queue_s: of the batch that computed longest; what peers say of themselves, so it may be wrong.
-        n_batches: requests sent; more than destinations where batches were cut into chunks.
-        sequences: whose rows they are, where that is known.
-        batches: the answers that made up the layer.
-    """
-
-    layer: int
-    n_tokens: int
-    n_destinations: int
-    n_batches: int
-    began_ns: int
-    planned_ns: int
-    returned_ns: int
-    ended_ns: int
-    compute_s: float
-    queue_s: float
-    sequences: tuple[int, ...] = ()
-    batches: tuple[BatchSpan, ...] = ()
-
-
-@dataclass(slots=True)
-class DispatchStats:
-    """What has been dispatched so far; counts, bytes and seconds."""
-
-    n_round_trips: int = 0  # dispatches of a layer that waited for the network
-    n_skipped_trips: int = 0  # dispatches of a layer that did not: all of its pairs were computed here
-    n_local_assignments: int = 0  # of n_assignments: computed here
-    n_rows_sent: int = 0  # rows of hidden state, once for each peer that got one
-    n_token_layers: int = 0  # rows of hidden state times MoE layers
-    n_assignments: int = 0  # (token, expert) pairs
-    bytes_out: int = 0  # bodies of DISPATCH frames' rows, ids and weights, without QUIC's and our headers
-    bytes_back: int = 0
-    wait_s: float = 0.0
-    attempts: AttemptStats = field(default_factory=AttemptStats)
-    assignments: dict[NodeId, int] = field(default_factory=dict)  # of the MAX_COUNTED nodes used last
-
-    def count_pairs(self, node: NodeId, n_pairs: int) -> None:
-        """Add to a node's assignments; who was used longest ago is forgotten."""
-        self.assignments[node] = self.assignments.pop(node, 0) + n_pairs  # and it is the last one now
-        if len(self.assignments) > MAX_COUNTED:
-            del self.assignments[next(iter(self.assignments))]
-
-
-class _EncodedRows:
-    """A layer's hidden states, encoded once however many peers get them.
-
-    Attributes:
-        x: [T, D] float32.
-    """
-
-    def __init__(self, x: npt.NDArray[np.float32], codec: RowCodec) -> None:
-        self.x = x
-        self.codec = codec
-        # In this form they are there already, and a second copy of a long prompt's would be held until its last answer.
-        is_plain = codec in (RowCodec.F32, RowCodec.EXACT) and sys.byteorder == "little"
-        self._data = None if is_plain else encode_rows(x, codec)
-        self._rows = self._bytes_of_rows() if len(x) > 1 else None  # [T, bytes of a row]
-
-    def _bytes_of_rows(self) -> npt.NDArray[np.uint8]:
-        if self._data is None:
-            return np.ascontiguousarray(self.x).view(np.uint8)
-        return np.frombuffer(self._data, np.uint8).reshape(len(self.x), -1)
-
-    def of(self, batch: Batch) -> bytes:
-        """Return the bytes of a batch's rows."""
-        if batch.n_rows == len(self.x) or self._rows is None:  # all of them: a batch has each row once, in order
-            return encode_rows(self.x, self.codec) if self._data is None else self._data
-        return self._rows[batch.rows].tobytes()
 
 
 class Dispatcher:
@@ -182,9 +95,11 @@ class Dispatcher:
         self._budget = HedgeBudget()
         self.turns = Turns()
         self._codec_back = back_codec(wire.back)
+        self._answer_row_bytes = row_bytes(spec.n_embd, self._codec_back)
         self._codec_out: dict[int, RowCodec] = {}  # layer -> codec
         self._late: set[asyncio.Future[m.Response]] = set()
-        self.stats = DispatchStats()
+        self._stats = DispatchStats()
+        self._ended: list[EndedLayer] = []  # layers that are not counted yet
         placement = holders.placement
         self.popularity = Popularity(placement.layers, placement.holders.shape[2], now=now())
         self.audits: Auditor | None = None
@@ -195,7 +110,7 @@ class Dispatcher:
         self._sent: m.Dispatch | None = None  # the latest of a decoded token
         self._repeat: Callable[[], None] | None = None
         self.on_layer: Callable[[LayerSpan], None] | None = None
-        """Told of each layer that succeeded; for benchmarks."""
+        """Told of each layer that succeeded, by `catch_up`; for benchmarks and traces."""
 
     async def dispatch(
         self,
@@ -217,10 +132,11 @@ class Dispatcher:
         """
         began_ns = time.monotonic_ns()
         n_tokens, n_used = topk_ids.shape
-        # Counted while the answers are awaited; also if it fails: what nobody holds is wanted, too.
-        asyncio.get_running_loop().call_soon(self.popularity.add, layer, topk_ids, topk_weights)
-        batches = self._plan(layer, topk_ids, topk_weights, origin)
-        n_destinations = sum(batch.destination != HERE for batch in batches)
+        try:
+            batches = self._plan(layer, topk_ids, topk_weights, origin)
+        except ExpertUnavailable:
+            self.popularity.add(layer, topk_ids, topk_weights)  # what nobody holds is wanted, too
+            raise
         codec = self._rows_codec(layer)
         if self.chunk_bytes and n_tokens > 1:  # one row cannot be cut
             batches = [
@@ -236,16 +152,20 @@ class Dispatcher:
                     )
                 )
             ]
-        rows = _EncodedRows(x, codec)
+        rows = EncodedRows(layer, x, codec)
         planned_ns = time.monotonic_ns()
-        is_watched = n_tokens == 1 and n_destinations and not self._is_all_over_tls(batches)
-        readiness = self.readiness if is_watched else None
-        if self.asks_in_turn:
-            answers = [answer for batch in batches for answer in await self._ask(layer, [batch], rows)]
-        elif readiness is None:
-            answers = await self._ask(layer, batches, rows)
-        else:
-            answers = await self._ask_ready(layer, batches, rows, readiness)
+        meanwhile = functools.partial(self._while_away, rows, topk_ids, topk_weights)
+        exchange: tuple[m.Request, m.Response] | None = None
+        try:
+            if self.asks_in_turn:
+                answers = await self._ask_in_turn(batches, rows, meanwhile)
+            else:
+                answers = await self._ask(batches, rows, meanwhile)
+            if rows.is_watched:
+                exchange = self._latest_exchange(answers)
+        finally:
+            if rows.is_watched and self.readiness is not None:
+                self.readiness.ended(exchange, is_measured=exchange is not None)
         returned_ns = time.monotonic_ns()
         if self.audits is not None:
             self.audits.observe(layer, x, answers, origin)
@@ -254,60 +174,55 @@ class Dispatcher:
             combined = combine_exact(n_tokens, n_used, self._spec.n_embd, parts, topk_weights)
         else:
             combined = combine_partial(n_tokens, n_used, self._spec.n_embd, parts)
-        ended_ns = time.monotonic_ns()
-        if readiness is not None:
+        if rows.is_watched:
             self._repeat = functools.partial(self._go_through, layer, x, topk_ids, topk_weights, parts)
-        self._count(layer, n_tokens, answers, (ended_ns - began_ns) / 1e9)
-        if self.on_layer is not None:
-            slowest = max((result for _, result in answers), key=lambda result: result.compute_us)
-            self.on_layer(
-                LayerSpan(
-                    layer=layer,
-                    n_tokens=n_tokens,
-                    n_destinations=n_destinations,
-                    n_batches=len(batches),
-                    began_ns=began_ns,
-                    planned_ns=planned_ns,
-                    returned_ns=returned_ns,
-                    ended_ns=ended_ns,
-                    compute_s=slowest.compute_us / 1e6,
-                    queue_s=slowest.queue_us / 1e6,
-                    sequences=() if origin is None else tuple(origin.firsts()),
-                    batches=tuple(
-                        BatchSpan(
-                            node=order.node,
-                            n_rows=order.batch.n_rows,
-                            answered_ns=order.answered_ns,
-                            queue_s=result.queue_us / 1e6,
-                            compute_s=result.compute_us / 1e6,
-                        )
-                        for order, result in answers
-                    ),
-                )
-            )
+        # Counted once the output is on its way.
+        if not self._ended:
+            asyncio.get_running_loop().call_soon(self.catch_up)
+        times_ns = began_ns, planned_ns, returned_ns, time.monotonic_ns()
+        self._ended.append(EndedLayer(layer, n_tokens, len(batches), times_ns, answers, origin))
         return combined
 
-    async def _ask_ready(
-        self, layer: int, batches: list[Batch], rows: _EncodedRows, readiness: Readiness
-    ) -> list[tuple[Order, m.Result]]:
-        """`_ask`, and be ready for the last answer when it comes."""
-        exchange: tuple[m.Request, m.Response] | None = None
-        readiness.began()
-        try:
-            answers = await self._ask(layer, batches, rows)
-            from_peers = [result for order, result in answers if order.node != HERE]
-            if from_peers and self._sent is not None:
-                exchange = self._sent, from_peers[-1]
-            return answers
-        finally:
-            readiness.ended(exchange, is_measured=exchange is not None)
+    def _while_away(
+        self, rows: EncodedRows, topk_ids: npt.NDArray[np.int32], topk_weights: npt.NDArray[np.float32]
+    ) -> None:
+        """Do what can be done while the peers compute."""
+        if len(rows.x) == 1 and rows.is_over_quic and self.readiness is not None and not self.asks_in_turn:
+            rows.is_watched = True
+            self.readiness.began()
+        self.popularity.add(rows.layer, topk_ids, topk_weights)
 
-    def _is_all_over_tls(self, batches: list[Batch]) -> bool:
-        """Return whether no answer comes over QUIC, whose socket readiness watches; paths with TLS links are short."""
-        links = self.links
-        if links is None:
-            return False
-        return all(each.destination == HERE or links.link(each.destination) is not None for each in batches)
+    def _latest_exchange(self, answers: list[tuple[Order, m.Result]]) -> tuple[m.Request, m.Response] | None:
+        from_peers = [result for order, result in answers if order.node != HERE]
+        return (self._sent, from_peers[-1]) if from_peers and self._sent is not None else None
+
+    async def _ask_in_turn(
+        self, batches: list[Batch], rows: EncodedRows, meanwhile: Callable[[], None]
+    ) -> list[tuple[Order, m.Result]]:
+        answers: list[tuple[Order, m.Result]] = []
+        for batch in batches:
+            answers += await self._ask([batch], rows, None if answers else meanwhile)
+        return answers
+
+    @property
+    def stats(self) -> DispatchStats:
+        """What has been dispatched so far. May be replaced. What is kept of it shows a layer in the loop's next round."""
+        self.catch_up()
+        return self._stats
+
+    @stats.setter
+    def stats(self, stats: DispatchStats) -> None:
+        self.catch_up()
+        self._stats = stats
+
+    def catch_up(self) -> None:
+        """Count the layers that have ended, and tell `on_layer` of them: in the loop's next round, or when somebody asks."""
+        if self._ended:
+            ended, self._ended = self._ended, []
+            for each in ended:
+                self._count(each)
+                if self.on_layer is not None:
+                    self.on_layer(each.span())
 
     def rehearse(self, request: m.Request) -> None:
         """Go through what a decoded token takes here, with the latest one's numbers; changes nothing. For `readiness`."""
@@ -343,6 +258,8 @@ class Dispatcher:
         topk_weights: npt.NDArray[np.float32],
         origin: Origin | None = None,
     ) -> list[Batch]:
+        if len(topk_ids) == 1 and (of_row := self._plan_row(layer, topk_ids, topk_weights, origin)) is not None:
+            return of_row
         owners = self._owners(layer, topk_ids, origin)
         destinations = (*self.holders.placement.destinations, HERE)
         batches = plan_dispatch(topk_ids, topk_weights, owners, destinations)
@@ -357,6 +274,24 @@ class Dispatcher:
             assert not isinstance(batches, MissingExperts)
         return batches
 
+    def _plan_row(
+        self,
+        layer: int,
+        topk_ids: npt.NDArray[np.int32],
+        topk_weights: npt.NDArray[np.float32],
+        origin: Origin | None,
+    ) -> list[Batch] | None:
+        """Return the batches of a decoded token; None: something is not as usual, and the general way knows what to do."""
+        own = self.holders.own
+        is_usual = topk_weights.shape == topk_ids.shape and 0 < topk_ids.shape[1] <= MAX_EXPERTS_USED
+        if not is_usual or (own is not None and own.kept(layer) is not None):
+            return None
+        ids = topk_ids[0].tolist()
+        owners = self.replicas.owners_of_row(layer, ids, self.now(), origin=origin)
+        if owners is None:
+            return None
+        return plan_row(ids, topk_weights[0], owners, self.holders.placement.destinations)
+
     def _owners(self, layer: int, topk_ids: npt.NDArray[np.int32], origin: Origin | None) -> npt.NDArray[np.integer]:
         """Return who computes what, as `plan_dispatch` takes it; one past the last peer is this process."""
         own = self.holders.own
@@ -370,56 +305,51 @@ class Dispatcher:
             return np.where(kept, here, owners)  # [E]
         return np.where(is_kept, here, owners)  # [T, K]
 
-    async def _ask(self, layer: int, batches: list[Batch], rows: _EncodedRows) -> list[tuple[Order, m.Result]]:
+    async def _ask(
+        self, batches: list[Batch], rows: EncodedRows, meanwhile: Callable[[], None] | None
+    ) -> list[tuple[Order, m.Result]]:
         """Return what makes up the layer; the first batch that nobody can answer ends it."""
         if not batches:
             return []
-        own = self.holders.own
+        own, layer = self.holders.own, rows.layer
         attempts = LayerAttempts(
             layer,
             batches,
             times=self.times,
-            find_others=lambda batch, tried, now: self.replicas.others(layer, batch, tried, now),
+            find_others=functools.partial(self.replicas.others, layer),
             is_timed=self.replicas.has_choice(layer),
             has_local=(lambda batch: own.holds(layer, batch.expert_ids.tolist()))
             if own is not None and own.is_last_resort
             else None,
             budget=self._budget,
-            stats=self.stats.attempts,
+            stats=self._stats.attempts,
             turns=self.turns,
         )
-        n_embd = rows.x.shape[1]
-        flight = Flight(
-            self,
-            attempts,
-            lambda order: self._send(layer, order, rows),
-            lambda order, answer: self._check(order, answer, n_embd),
-        )
-        return await flight.land()
+        return await Flight(self, attempts, functools.partial(self._send, rows), self._check, meanwhile).land()
 
-    def _send(self, layer: int, order: Order, rows: _EncodedRows) -> asyncio.Future[m.Response]:
+    def _send(self, rows: EncodedRows, order: Order) -> asyncio.Future[m.Response]:
         """Return the future of an order's answer, unchecked; cancelled, it gives the order up.
 
         The future fails with NetworkError, RemoteProtocolError, RemoteRefused or Overloaded; our own experts with SwarmError.
         """
-        loop = asyncio.get_running_loop()
-        if order.node == HERE:
-            return loop.create_task(self._compute_here(layer, order, rows))
+        if order.service is None:
+            return asyncio.get_running_loop().create_task(self._compute_here(order, rows))
         connection = self.holders.open_connection(order.node)
         if connection is None:
-            return loop.create_task(self._connect_and_send(layer, order, rows))
+            return asyncio.get_running_loop().create_task(self._connect_and_send(order, rows))
         try:
-            return self._start(connection, layer, order, rows)
+            return self._start(connection, order, rows)
         except (NetworkError, RemoteProtocolError, Overloaded) as error:
-            failed: asyncio.Future[m.Response] = loop.create_future()
+            failed: asyncio.Future[m.Response] = asyncio.get_running_loop().create_future()
             failed.set_exception(error)
             return failed
 
-    def _check(self, order: Order, result: m.Response, n_embd: int) -> m.Result:
+    def _check(self, order: Order, result: m.Response) -> m.Result:
         """Return the answer to an order if it is one; else close the connection and raise RemoteProtocolError."""
         if self.audits is not None and self.audits.is_caught(order.node):
             raise RemoteProtocolError(f"peer {order.node.short} was caught returning wrong numbers since it was asked")
-        return self._require(order.node, result, self._codec_back, (self._n_rows_back(order.batch), n_embd))
+        shape = self._n_rows_back(order.batch), self._spec.n_embd
+        return self._require(order.node, result, self._codec_back, shape)
 
     def _require(self, node: NodeId, result: m.Response, codec: RowCodec, shape: tuple[int, int]) -> m.Result:
         """Return an answer that is as it was asked for; else close the connection and raise RemoteProtocolError."""
@@ -468,55 +398,67 @@ class Dispatcher:
         answer = await connection.request(message, timeout_s=OPINION_TIMEOUT_S, max_answer_bytes=size)
         return self._require(node, answer, codec, shape).rows
 
-    async def _compute_here(self, layer: int, order: Order, rows: _EncodedRows) -> m.Response:
+    async def _compute_here(self, order: Order, rows: EncodedRows) -> m.Response:
         own, batch = self.holders.own, order.batch
         assert own is not None
         weights = None if self._codec_back is RowCodec.EXACT else batch.weights
         try:
-            out = await own.compute(layer, rows.x[batch.rows], batch.row_counts, batch.expert_ids, weights)
+            out = await own.compute(rows.layer, rows.x[batch.rows], batch.row_counts, batch.expert_ids, weights)
         except (OSError, MemoryError, RuntimeError) as error:  # the file, or the memory for it, may be gone by now
             raise EngineError(f"cannot compute experts here: {type(error).__name__}: {error}") from error
         return m.Result(codec=self._codec_back, rows=out, compute_us=0, queue_us=0)
 
-    async def _connect_and_send(self, layer: int, order: Order, rows: _EncodedRows) -> m.Response:
-        return await self._start(await self.holders.connection(order.node), layer, order, rows)
+    async def _connect_and_send(self, order: Order, rows: EncodedRows) -> m.Response:
+        return await self._start(await self.holders.connection(order.node), order, rows)
 
-    def _start(
-        self, connection: Connection, layer: int, order: Order, rows: _EncodedRows
-    ) -> asyncio.Future[m.Response]:
+    def _start(self, connection: Connection, order: Order, rows: EncodedRows) -> asyncio.Future[m.Response]:
         batch = order.batch
-        message = self._message(layer, batch, rows)
+        message = self._message(batch, rows)
         if len(rows.x) == 1:
             self._sent = message
-        self.times.of(order.node).rtt_s = connection.rtt_s
-        size = RESULT_HEAD_BYTES + self._n_rows_back(batch) * row_bytes(rows.x.shape[1], self._codec_back)
+        assert order.service is not None
+        order.service.rtt_s = connection.rtt_s
+        size = RESULT_HEAD_BYTES + self._n_rows_back(batch) * self._answer_row_bytes
         timeout_s = order.deadline - order.sent_at
         link = self.links.best(order.node, connection) if self.links is not None else None
         if link is not None:
-            of_layer = weakref.ref(rows)
-
-            def again() -> asyncio.Future[m.Response]:
-                # Made anew, of rows that the layer holds: of a long prompt, what is held until it is answered would be much.
-                rows = of_layer()
-                if rows is None:  # the layer is done; the answer is awaited for its peer's measure
-                    if link.is_open:
-                        raise ConnectionLost("nobody needs this answer any more")
-                    given_up: asyncio.Future[m.Response] = asyncio.get_running_loop().create_future()
-                    given_up.cancel()  # and not a failure of its peer's
-                    return given_up
-                anew = self._message(layer, batch, rows)
-                return connection.start(anew, timeout_s=timeout_s, max_answer_bytes=size)
-
+            again = functools.partial(
+                self._ask_again, weakref.ref(rows), batch, connection, link, timeout_s=timeout_s, max_answer_bytes=size
+            )
             try:
                 return link.start(message, timeout_s=timeout_s, max_answer_bytes=size, retry=again)
             except (NetworkError, Overloaded) as error:  # it has ended in this moment, or is full
                 logger.debug("not over the TLS link: %s", error)
+        rows.is_over_quic = True
         return connection.start(message, timeout_s=timeout_s, max_answer_bytes=size)
 
-    def _message(self, layer: int, batch: Batch, rows: _EncodedRows) -> m.Dispatch:
+    def _ask_again(
+        self,
+        rows_of_layer: weakref.ref[EncodedRows],
+        batch: Batch,
+        connection: Connection,
+        link: TlsLink,
+        *,
+        timeout_s: float,
+        max_answer_bytes: int,
+    ) -> asyncio.Future[m.Response]:
+        """Ask over QUIC what `link` was asked.
+
+        The message is made anew, of rows that the layer holds: of a long prompt, what is held until it is answered would be much.
+        """
+        rows = rows_of_layer()
+        if rows is None:  # the layer is done; the answer is awaited for its peer's measure
+            if link.is_open:
+                raise ConnectionLost("nobody needs this answer any more")
+            given_up: asyncio.Future[m.Response] = asyncio.get_running_loop().create_future()
+            given_up.cancel()  # and not a failure of its peer's
+            return given_up
+        return connection.start(self._message(batch, rows), timeout_s=timeout_s, max_answer_bytes=max_answer_bytes)
+
+    def _message(self, batch: Batch, rows: EncodedRows) -> m.Dispatch:
         return m.Dispatch(
             model_tag=self._model_tag,
-            layer=layer,
+            layer=rows.layer,
             rows_codec=rows.codec,
             result_codec=self._codec_back,
             row_counts=batch.row_counts,
@@ -542,7 +484,7 @@ class Dispatcher:
 
     def _bytes_per_row(self, batch: Batch, codec: RowCodec) -> float:
         """Return what a row of this batch takes on its way out or back, whichever is more."""
-        back = row_bytes(self._spec.n_embd, self._codec_back)
+        back = self._answer_row_bytes
         if self._codec_back is RowCodec.EXACT:
             back = back * batch.n_pairs // batch.n_rows
         return max(row_bytes(self._spec.n_embd, codec), back)
@@ -553,29 +495,29 @@ class Dispatcher:
             codec = self._codec_out[layer] = codecs_of(self.wire, self._spec, layer)[0]
         return codec
 
-    def _count(self, layer: int, n_tokens: int, answers: list[tuple[Order, m.Result]], wait_s: float) -> None:
-        stats = self.stats
-        if all(order.node == HERE for order, _ in answers):
-            stats.n_skipped_trips += 1
-        else:
-            stats.n_round_trips += 1
-        stats.n_token_layers += n_tokens
-        stats.wait_s += wait_s
+    def _count(self, ended: EndedLayer) -> None:
+        stats, is_trip = self._stats, False
+        stats.n_token_layers += ended.n_tokens
+        stats.wait_s += (ended.times_ns[-1] - ended.times_ns[0]) / 1e9
         pair_bytes = 2 if self._codec_back is RowCodec.EXACT else 6  # the expert's id, and its weight
-        out_bytes = 1 + row_bytes(self._spec.n_embd, self._rows_codec(layer))  # how many pairs, and the row
-        back_bytes = row_bytes(self._spec.n_embd, self._codec_back)
-        for order, result in answers:
+        out_bytes = 1 + row_bytes(self._spec.n_embd, self._rows_codec(ended.layer))  # how many pairs, and the row
+        for order, result in ended.answers:
             batch, node = order.batch, order.node
             stats.n_assignments += batch.n_pairs
             stats.count_pairs(node, batch.n_pairs)
             if self.contributions is not None:
-                self.contributions.count(node, layer, batch.n_rows, batch.expert_ids)
+                self.contributions.count(node, ended.layer, batch.n_rows, batch.expert_ids)
             if node == HERE:
                 stats.n_local_assignments += batch.n_pairs
             else:
+                is_trip = True
                 stats.n_rows_sent += batch.n_rows
                 stats.bytes_out += batch.n_rows * out_bytes + batch.n_pairs * pair_bytes
-                stats.bytes_back += len(result.rows) * back_bytes
+                stats.bytes_back += len(result.rows) * self._answer_row_bytes
+        if is_trip:
+            stats.n_round_trips += 1
+        else:
+            stats.n_skipped_trips += 1
 
 
 def _largest(rows: npt.NDArray[np.float32]) -> float:

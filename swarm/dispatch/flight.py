@@ -1,7 +1,7 @@
 """One layer under way: plumbing between its attempts, the peers, and whoever waits. Its rules are `attempts`.
 
     land() -> begin -> send orders ... -> an order ends  -> answered | failed -> send others
-                                          the timer ends -> handle_timeout    -> send others
+                    -> meanwhile          the timer ends -> handle_timeout    -> send others
            <- every batch has its answer, or the layer has failed
 
 An order that ends after its layer still counts as a measurement of its peer, or as that peer's failure.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from swarm.dispatch.attempts import LayerAttempts, Order
@@ -63,19 +63,22 @@ class Flight:
         attempts: LayerAttempts,
         send: Callable[[Order], asyncio.Future[m.Response]],
         check: Callable[[Order, m.Response], m.Result],
+        meanwhile: Callable[[], None] | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             send: starts an order; its future fails with NetworkError, RemoteProtocolError, RemoteRefused or Overloaded.
             check: returns an order's answer if it is one; else raises RemoteProtocolError.
+            meanwhile: called when all have left, before the wait.
         """
         self._crew = crew
         self._attempts = attempts
         self._start: Callable[[Order], asyncio.Future[m.Response]] | None = send  # None: landed
         self._check = check
+        self._meanwhile = meanwhile
         self._loop = asyncio.get_running_loop()
-        self._landed = TakenFuture[None](loop=self._loop)
+        self._landed: TakenFuture[None]
         self._under_way: dict[asyncio.Future[m.Response], Order] = {}
         self._results: dict[Order, m.Result] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -84,7 +87,10 @@ class Flight:
         """Return the orders that make up the layer, each with its answer; raises ExpertUnavailable."""
         try:
             self._send(self._attempts.begin(self._crew.now()))
+            self._landed = TakenFuture[None](loop=self._loop)  # before anybody is told of an answer: not within `begin`
             self._set_timer()
+            if self._meanwhile is not None:
+                self._meanwhile()
             await self._landed
         except BaseException:
             self._leave_lines()  # now: what is cancelled may take a while to end
@@ -99,7 +105,7 @@ class Flight:
             self._crew.await_late(future)
         landed = [(order, self._results[order]) for order in self._attempts.answers()]
         self._results.clear()  # late answers may keep this flight for a minute: without its layer's rows
-        self._start = None
+        self._start = self._meanwhile = None
         return landed
 
     def _leave_lines(self) -> None:
@@ -115,23 +121,24 @@ class Flight:
             with contextlib.suppress(asyncio.CancelledError):  # cancelled already, or about to raise why it failed
                 await asyncio.wait(futures)
 
-    def _send(self, orders: list[Order]) -> None:
-        crew = self._crew
-        assert self._start is not None
+    def _send(self, orders: Iterable[Order]) -> None:
+        start, settle = self._start, self._settle
+        assert start is not None
         for order in orders:
-            if order.node != HERE:
-                crew.times.of(order.node).sent(order, order.sent_at)
-            future = self._start(order)
+            future = start(order)
             self._under_way[future] = order
             if isinstance(future, Answer):
-                future.taker = self._settle
-            future.add_done_callback(self._settle)
+                future.taker = settle
+            future.add_done_callback(settle)
+            if order.service is not None:
+                order.service.sent(order, order.sent_at)
 
     def _settle(self, future: asyncio.Future[m.Response]) -> None:
         """An order has ended, perhaps long after its layer."""
         order = self._under_way.pop(future)
         if future.cancelled():
-            self._crew.times.of(order.node).dropped(order)
+            if order.service is not None:
+                order.service.dropped(order)
             return
         error = future.exception()
         try:
@@ -150,8 +157,8 @@ class Flight:
 
     def _answered(self, order: Order, result: m.Result) -> None:
         crew, attempts = self._crew, self._attempts
-        if order.node != HERE:
-            crew.times.of(order.node).answered(order, order.n_ahead, crew.now())
+        if order.service is not None:
+            order.service.answered(order, order.n_ahead, crew.now())
             crew.holders.succeeded(order.node)
         if self._landed.done():
             return
@@ -171,11 +178,10 @@ class Flight:
         assert isinstance(error, SwarmError)
         now = crew.now()
         retry_after_s = _retry_after_s(error)
-        if order.node != HERE:
-            times = crew.times.of(order.node)
-            times.dropped(order)
+        if order.service is not None:
+            order.service.dropped(order)
             if retry_after_s is not None:
-                times.refused(order, retry_after_s, now)
+                order.service.refused(order, retry_after_s, now)
                 crew.replicas.refresh_soon()
             else:
                 if isinstance(error, NetworkError) and not isinstance(error, DeadlineExceeded):

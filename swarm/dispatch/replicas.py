@@ -71,6 +71,7 @@ class Replicas:
         self._nodes: tuple[NodeId, ...] = ()
         self._costs: list[float] = []  # in use, seconds
         self._layers: dict[int, _Layer] = {}
+        self._owners: dict[int, list[int]] = {}  # layer -> of each expert, of the placement; where they were asked for
         self._least: dict[int, float] = {}  # holders' mask -> the least of their costs
         self._ladder: tuple[list[float], list[int]] = ([], [])  # costs, ascending; who costs no more, as masks
 
@@ -113,19 +114,60 @@ class Replicas:
         here = self._layers.get(layer)
         if here is None or not topk_ids.size:
             return self._placement.owner_of(layer)
-        if now >= self._refresh_at:
-            self._refresh(now)
         n_rows = len(topk_ids)
         is_few = n_rows <= DECODE_ROWS
         ids: list[int] = topk_ids.ravel().tolist() if is_few else [int(topk_ids.min()), int(topk_ids.max())]
         if min(ids) < 0 or max(ids) >= len(here.masks):
             return self._placement.owner_of(layer)  # the plan will name them
-        tried = self._tried(now)
-        if not is_few:
-            return self._spread(here, topk_ids, now, tried)
+        if is_few:
+            owners = self._chosen(layer, here, ids, n_rows, now, origin, is_kept)
+            return np.array(owners, np.int32).reshape(topk_ids.shape)
+        if now >= self._refresh_at:
+            self._refresh(now)
+        return self._spread(here, topk_ids, now, self._tried(now))
+
+    def owners_of_row(
+        self, layer: int, ids: list[int], now: float, *, origin: Origin | None = None
+    ) -> list[int] | None:
+        """Return who computes each pair of one token, as `owners` says; None: an id is no expert's, or nobody holds one.
+
+        Args:
+            ids: [K], the router's choice.
+            origin: of the one row.
+
+        Raises:
+            LocalProtocolError: the layer has no routed experts.
+        """
+        self._follow()
+        owners = self._owners.get(layer)
+        if owners is None:
+            owners = self._owners[layer] = self._placement.owner_of(layer).tolist()
+        if min(ids) < 0 or max(ids) >= len(owners):
+            return None
+        here = self._layers.get(layer)
+        of_row = [owners[expert] for expert in ids]
+        if here is not None:
+            of_row = self._chosen(layer, here, ids, 1, now, origin, None)
+        return None if NOBODY in of_row else of_row
+
+    def _chosen(
+        self,
+        layer: int,
+        here: _Layer,
+        ids: list[int],
+        n_rows: int,
+        now: float,
+        origin: Origin | None,
+        is_kept: npt.NDArray[np.bool_] | None,
+    ) -> list[int]:
+        """Return who computes each pair of a few rows, of a layer in which there is a choice."""
+        if now >= self._refresh_at:
+            self._refresh(now)
         asked = _experts_of(ids, n_rows, origin, is_kept)
-        owner_of = self._homes.choose(layer, asked, self._candidates(here, asked, tried)) if asked else {}
-        return np.array([owner_of.get(expert, NOBODY) for expert in ids], np.int32).reshape(topk_ids.shape)
+        owner_of: Mapping[int, int] = {}
+        if asked:
+            owner_of = self._homes.choose(layer, asked, self._candidates(here, asked, self._tried(now)))
+        return [owner_of.get(expert, NOBODY) for expert in ids]
 
     def others(
         self, layer: int, batch: Batch, tried: Collection[NodeId], now: float
@@ -178,6 +220,7 @@ class Replicas:
         self._refresh_at = 0.0
         self._note_costs()
         self._layers = {}
+        self._owners = {}
         for index, layer in enumerate(placement.layers):
             held = placement.holders[:, index]  # [N, E]
             if not (held.sum(axis=0) > 1).any():

@@ -75,6 +75,7 @@ class ExpertExecutor:
         self._lock = threading.Lock()
         self._row_of = {layer: row for row, layer in enumerate(spec.moe_layers)}
         self._counts = np.zeros((len(spec.moe_layers), spec.n_expert), np.int64)
+        self._counts_of = {layer: memoryview(self._counts[row]) for layer, row in self._row_of.items()}
 
     def run(
         self,
@@ -106,12 +107,12 @@ class ExpertExecutor:
         except ExpertNotLoaded as error:
             raise ExpertsNotHeld(str(error)) from error
         with self._lock:
-            counts = self._counts[self._row_of[layer]]
             if len(expert_ids) <= _FEW:
+                counts = self._counts_of[layer]
                 for expert in expert_ids.tolist():
                     counts[expert] += 1
             else:
-                counts += np.bincount(expert_ids, minlength=self._spec.n_expert)
+                self._counts[self._row_of[layer]] += np.bincount(expert_ids, minlength=self._spec.n_expert)
         return y
 
     def _compute(
@@ -179,15 +180,16 @@ class ExpertExecutor:
             raise RemoteProtocolError(f"no such MoE layer: got {layer}")
         if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != spec.n_embd:
             raise RemoteProtocolError(f"bad rows: got {x.dtype} {x.shape}, expected float32 (N, {spec.n_embd})")
-        if row_counts.dtype != np.uint8 or row_counts.shape != (x.shape[0],) or not row_counts.size:
+        n_rows = len(x)
+        if row_counts.dtype != np.uint8 or row_counts.shape != (n_rows,) or not n_rows:
             raise RemoteProtocolError(f"bad row counts: got {row_counts.shape}, expected one for each of {len(x)} rows")
-        if row_counts.size == 1:  # a decoded token, here and below: numpy's reductions go cold between two of them
-            least = most = n_pairs = int(row_counts[0])
+        if n_rows == 1:  # a decoded token, here and below: numpy's reductions go cold between two of them
+            least = most = n_pairs = int(row_counts.item())
         else:
             least, most, n_pairs = int(row_counts.min()), int(row_counts.max()), int(row_counts.sum(dtype=np.int64))
         if least < 1 or most > spec.n_expert_used:
             raise RemoteProtocolError(f"bad row counts: expected 1 to {spec.n_expert_used} experts for each row")
-        if not np.issubdtype(expert_ids.dtype, np.integer) or expert_ids.shape != (n_pairs,):
+        if expert_ids.dtype.kind not in "iu" or expert_ids.shape != (n_pairs,):
             raise RemoteProtocolError(f"bad expert ids: got {expert_ids.shape}, expected {n_pairs}")
         if n_pairs <= _FEW:
             ids = expert_ids.tolist()
@@ -200,7 +202,8 @@ class ExpertExecutor:
             return
         if weights.dtype != np.float32 or weights.shape != (n_pairs,):
             raise RemoteProtocolError(f"bad weights: got {weights.dtype} {weights.shape}, expected float32 {n_pairs}")
-        is_finite = all(map(math.isfinite, weights.tolist())) if n_pairs <= _FEW else bool(np.isfinite(weights).all())
+        # A sum of finite float32 is finite in Python's float64.
+        is_finite = math.isfinite(sum(weights.tolist())) if n_pairs <= _FEW else bool(np.isfinite(weights).all())
         if not is_finite:
             raise RemoteProtocolError("bad weights: got a value that is not finite")
 

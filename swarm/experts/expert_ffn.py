@@ -41,12 +41,12 @@ Rows = npt.NDArray[np.float32]
 
 
 class _Graph(NamedTuple):
-    """A graph of one layer and shape. x, weights and out are pointed at arrays before each computation.
+    """A graph of one layer and shape. x and out are pointed at arrays before each computation.
 
     Attributes:
         x_rows: scratch for rows that must be copied together, [P, D]; None in the choice form.
         ids: [N, K], in the scratch buffer.
-        weights: tensor of [N, K]; None: raw rows are the output.
+        weights: [N, K], in the scratch buffer; None: raw rows are the output.
         out: tensor of the output.
         scales: for each product that has them: the experts' numbers [n_local], and where those of a choice go, [N, K].
     """
@@ -56,7 +56,7 @@ class _Graph(NamedTuple):
     x: int
     x_rows: Rows | None
     ids: npt.NDArray[np.int32]
-    weights: int | None
+    weights: Rows | None
     out: int
     scales: tuple[tuple[Rows, Rows], ...]
 
@@ -112,8 +112,8 @@ class ExpertFfn:
         except BaseException:
             self._backend.close()
             raise
-        # A pair's x and id, and all that becomes of them.
-        self._pair_bytes = 4 * (spec.n_embd + 1) + max(pair_size_bytes(spec, layer) for layer in experts.by_layer)
+        # A pair's x, id and weight, and all that becomes of them.
+        self._pair_bytes = 4 * (spec.n_embd + 2) + max(pair_size_bytes(spec, layer) for layer in experts.by_layer)
         self.max_pairs = max(1, scratch_bytes // self._pair_bytes)
         try:
             self._scratch = self._backend.allocate(
@@ -223,10 +223,9 @@ class ExpertFfn:
             EngineError: ggml failed, or this object is closed.
         """
         self._check_x(x)
-        n_rows = len(x)
-        if experts.ndim != 2 or len(experts) != n_rows or experts.shape[1] == 0:
-            raise ValueError(f"experts have a wrong form: got {experts.shape}, expected ({n_rows}, K)")
-        n_used = experts.shape[1]
+        if experts.ndim != 2 or len(experts) != len(x) or experts.shape[1] == 0:
+            raise ValueError(f"experts have a wrong form: got {experts.shape}, expected ({len(x)}, K)")
+        n_rows, n_used = experts.shape
         if weights is not None and (weights.shape != experts.shape or weights.dtype != np.float32):
             raise ValueError(f"weights have a wrong form: got {weights.dtype} {weights.shape}")
         shape = (n_rows, n_used, self._spec.n_embd) if weights is None else (n_rows, self._spec.n_embd)
@@ -237,22 +236,28 @@ class ExpertFfn:
         if n_rows == 0:
             return out
         x = np.ascontiguousarray(x)
-        weights = None if weights is None else np.ascontiguousarray(weights)
         cut = max(1, self.max_pairs // n_used)
         with self._lock:
             self._require_open()
             local = self._memory.local(layer, experts)
+            if n_rows <= cut:
+                self._run_choice(layer, x, local, weights, out)
+                return out
             for start in range(0, n_rows, cut):
-                part = slice(start, start + cut) if n_rows > cut else ...
-                ids = local[part]
-                graph = self._graph(layer, len(ids), n_used, weights is not None)
-                graph.choose(ids)
-                point_at(graph.x, x[part])
-                point_at(graph.out, out[part])
-                if graph.weights is not None and weights is not None:
-                    point_at(graph.weights, weights[part])
-                self._backend.compute(graph.handle)
+                at = slice(start, start + cut)
+                self._run_choice(layer, x[at], local[at], None if weights is None else weights[at], out[at])
         return out
+
+    def _run_choice(self, layer: int, x: Rows, local: npt.NDArray[np.int32], weights: Rows | None, out: Rows) -> None:
+        """Write the outputs of N rows' experts, or their sums, to out; x and out in C order."""
+        n_rows, n_used = local.shape
+        graph = self._graph(layer, n_rows, n_used, weights is not None)
+        graph.choose(local)
+        if graph.weights is not None and weights is not None:
+            graph.weights[:] = weights
+        point_at(graph.x, x)
+        point_at(graph.out, out)
+        self._backend.compute(graph.handle)
 
     def _check_x(self, x: Rows) -> None:
         if x.ndim != 2 or x.shape[1] != self._spec.n_embd or x.dtype != np.float32:
@@ -301,7 +306,7 @@ class ExpertFfn:
             out = y
             if is_weighted:
                 weights = context.new_tensor(GGML_TYPE_F32, 1, n_used, n_rows)
-                placed.append(y)
+                placed += [weights, y]
                 out = context.mul(y, weights, in_place=n_used > 1)
                 if n_used > 1:  # the sum grows in the place of the first product
                     slots = [context.slot(out, k) for k in range(n_used)]
@@ -326,7 +331,7 @@ class ExpertFfn:
                 x,
                 memory[x].view(np.float32).reshape(n_rows, -1) if is_pairs else None,
                 memory[ids].view(np.int32).reshape(n_rows, n_used),
-                weights,
+                memory[weights].view(np.float32).reshape(n_rows, n_used) if weights is not None else None,
                 out,
                 tuple(
                     (self._memory.scales(layer, product), memory[scale].view(np.float32).reshape(n_rows, n_used))

@@ -11,7 +11,6 @@ It knows nothing of computing; whoever uses it holds a lock.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -251,15 +250,19 @@ class SliceMemory:
         if index is None:
             raise ExpertNotLoaded(layer, experts.ravel().tolist())
         ids: npt.NDArray[np.integer]
-        if experts.dtype == np.int32:  # on every token's way: negative ids are out of range as unsigned numbers
+        if experts.dtype.kind == "u":  # on every token's way, as the next: what is out of range `take` finds
+            is_known, ids = True, experts
+        elif experts.dtype == np.int32:  # negative ids are out of range as unsigned numbers
             is_known, ids = True, experts.view(np.uint32)
         else:
             is_known, ids = bool(experts.min() >= 0 and experts.max() < index.size), experts
         if is_known:
-            with contextlib.suppress(IndexError):
+            try:
                 local: npt.NDArray[np.int32] = index.take(ids)
-                if layer in self._complete or local.min() >= 0:
+                if layer in self._complete or np.minimum.reduce(local, axis=None) >= 0:
                     return local
+            except IndexError:
+                pass
         asked = set(experts.ravel().tolist())
         raise ExpertNotLoaded(layer, [e for e in asked if not 0 <= e < index.size or index[e] < 0])
 

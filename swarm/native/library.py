@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from swarm.errors import EngineUnavailable, LocalProtocolError
+from swarm.native.addresses import address_of
 from swarm.native.layouts import LAYOUTS, StructLayouts, verify_layouts
 from swarm.wire.quantise import HalfKernels, use_half_kernels
 
@@ -112,7 +113,10 @@ def half_kernels(library: Library) -> HalfKernels:
         library.function(name, None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, keeps_gil=True)
         for name in ("ggml_cpu_fp32_to_fp16", "ggml_cpu_fp16_to_fp32")
     )
-    return HalfKernels(encode, decode)
+    return HalfKernels(
+        lambda x, halves: encode(address_of(x), address_of(halves), x.size),
+        lambda halves, x: decode(address_of(halves), address_of(x), x.size),
+    )
 
 
 def use_exact_kernels() -> None:

@@ -37,4 +37,10 @@ class TakenFuture(asyncio.Future[T]):
 
 
 class Answer(TakenFuture[m.Response]):
-    """An answer that is awaited."""
+    """An answer that is awaited.
+
+    Attributes:
+        exchange: of its request, for whoever started that.
+    """
+
+    exchange: int

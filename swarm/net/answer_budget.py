@@ -43,8 +43,10 @@ class AnswerBudget(Generic[Key]):
 
     def has_room(self, key: Key) -> bool:
         """Return whether something more may be made for this one."""
+        if self.n_bytes >= self.limit_bytes:
+            return False
         held = self._held.get(key)
-        return not self.is_full and (held is None or held.n_held < self.limit_bytes * MAX_SHARE)
+        return held is None or held.n_held < self.limit_bytes * MAX_SHARE
 
     def update(self, key: Key, *, n_given: int, n_held: int) -> None:
         """Learn that of `n_given` bytes since the start, `n_held` are not taken yet."""

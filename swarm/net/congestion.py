@@ -337,7 +337,7 @@ _is_checked = False
 
 
 def _check() -> None:
-    """Look once at what `attach` and `application_space` rely on, so that another aioquic fails at start and by name."""
+    """Look once at what `attach`, `application_space` and the driver rely on, so that another aioquic fails by name."""
     global _is_checked
     if _is_checked:
         return
@@ -354,7 +354,14 @@ def _check() -> None:
     missing = [name for name in ("ack_at", "ack_queue", "is_application_data", "loss_time") if not hasattr(space, name)]
     missing += [
         name
-        for name in ("self._loss._pacer", "self._ack_delay", "self._pacing_at", "space.ack_at", "self._streams_queue")
+        for name in (
+            "self._loss._pacer",
+            "self._ack_delay",
+            "self._pacing_at",
+            "space.ack_at",
+            "self._streams_queue",
+            "self._events.popleft()",
+        )
         if name not in source
     ]
     if missing:

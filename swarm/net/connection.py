@@ -9,7 +9,6 @@ the client's and odd ones the server's, as QUIC numbers them. All rules are in `
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -27,10 +26,9 @@ from swarm.errors import (
 from swarm.ids import NodeId
 from swarm.net.addresses import SocketAddress, format_address, literal_address
 from swarm.net.answer import Answer
-from swarm.net.congestion import SLICE_PACKETS
 from swarm.net.path_monitor import PathMonitor
 from swarm.net.paths import Path
-from swarm.net.quic_driver import ACK_DELAY_S, QuicDriver
+from swarm.net.quic_driver import QuicDriver
 from swarm.wire import events as e
 from swarm.wire import messages as m
 from swarm.wire import session as s
@@ -49,9 +47,9 @@ DRAIN_TIMEOUT_S = 60.0  # guessed: an 88 MB block at 12 Mbit/s
 # Given to QUIC since, or held at, the last count before what is unsent is counted again: small dispatches pay nothing for it.
 COUNT_FROM_BYTES = 16 << 10
 _RTT_GAIN = 0.125  # RFC 6298's smoothing
-# A timer that fires within this time is not asked whether something is due before: what a packet makes due is an
-# acknowledgement, after as long, or the driver tells. To ask costs 12 us, and a layer would ask nine times (docs/performance.md).
-TIMER_SLACK_S = ACK_DELAY_S
+# While a timer fires within this time, the session is not asked whether it wants something sooner: what a message brings it is
+# due after PING_AFTER_S at the earliest, but for a shorter deadline of a request.
+TIMER_SLACK_S = s.PING_AFTER_S / 2
 # A stream opens all lower ones (RFC 9000 section 2.1) and aioquic keeps an object for each until it is finished; it also
 # doubles its own limit as streams are used. The session counts those that carry data; this bounds the rest.
 MAX_STREAMS = s.MAX_SKIPPED + 4 * s.MAX_EXCHANGES
@@ -116,6 +114,7 @@ class Connection:
         self._timer_at = 0.0  # when `_timer` fires
         self._is_flush_due = self._is_flush_forced = False
         self._has_news = False  # since the last flush
+        self._is_receiving = False  # in a tick that `received` ends
         self._next_ping = 1
         self._pings: dict[int, float] = {}
         self._n_answered = 0  # requests of ours
@@ -187,19 +186,22 @@ class Connection:
             raise (self._error or ConnectionLost("the connection is not open")).with_traceback(None)
         now = clock()
         exchange = self._session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
-        answer = Answer(loop=self._loop)
-        answer.add_done_callback(functools.partial(self._on_answer_done, exchange))
-        self._answers[exchange] = answer
+        answer = self._answers[exchange] = Answer(loop=self._loop)
+        answer.exchange = exchange
+        answer.add_done_callback(self._on_answer_done)
         self._flush_first()
+        if timeout_s < TIMER_SLACK_S:
+            self._set_timer_anew(now)
         if self.monitor is not None:
             self.monitor.wake()
         return answer
 
-    def _on_answer_done(self, exchange: int, answer: asyncio.Future[m.Response]) -> None:
+    def _on_answer_done(self, answer: asyncio.Future[m.Response]) -> None:
+        assert isinstance(answer, Answer)
         if not answer.cancelled():
             answer.exception()  # seen: the caller may be cancelled in the tick in which it fails
-        elif self._answers.pop(exchange, None) is not None and self._session is not None:
-            self._session.cancel(exchange)
+        elif self._answers.pop(answer.exchange, None) is not None and self._session is not None:
+            self._session.cancel(answer.exchange)
             self.flush_soon()
 
     async def wait_drained(self) -> None:
@@ -246,15 +248,20 @@ class Connection:
 
     def received(self, now: float) -> None:
         """Act on the datagrams that `receive` took in, and flush in this tick if there may be something to send."""
+        self._has_news = True
+        self._is_receiving = not self._is_flush_due
         try:
             self._pump(now)
             self._drained.set()
             n_streams = self.driver.n_streams()
             if n_streams > MAX_STREAMS:
                 self._end(RemoteProtocolError(f"too many streams: got {n_streams}, expected {MAX_STREAMS}"))
-            self.flush_soon(is_forced=False)
         except Exception as failure:
             self._break(failure)
+        if self._is_receiving:
+            self._is_receiving = self._is_flush_due = False
+        if self._has_news:  # mostly not where what came was a request: its answer has taken along what else there was
+            self.flush_soon(is_forced=False)
 
     def use(self, path: Path, rtt_s: float | None) -> None:
         """Send on `path` from now on, and ping there: the acknowledgement shows QUIC what the former one has lost.
@@ -283,7 +290,7 @@ class Connection:
         """
         self._is_flush_forced |= is_forced
         self._has_news = True
-        if not self._is_flush_due:
+        if not self._is_flush_due and not self._is_receiving:
             self._is_flush_due = True
             self._loop.call_soon(self._flush_once)
 
@@ -295,23 +302,24 @@ class Connection:
         if self._is_flush_due:
             self._is_flush_forced = self._has_news = True
             return
-        self._is_flush_due = True  # and if nothing more comes, that flush has nothing to do
-        self._loop.call_soon(self._flush_once)
+        self._is_flush_due = True
         try:
             self.flush()
         except Exception as failure:
             self._break(failure)
+        if not self._is_receiving:
+            self._loop.call_soon(self._flush_once)  # if nothing more comes, that has nothing to do
 
     def _flush_once(self) -> None:
         self._is_flush_due = False
         if not self._has_news:
             return
-        self._has_news = False
         try:
             has_data = self._hand_over()
             if has_data or self._is_flush_forced or not self.is_open or self.driver.wants_flush():
                 self._flush(has_data)
             else:
+                self._has_news = False
                 self._count_unsent()
                 self._set_timer(clock())
         except Exception as failure:
@@ -322,11 +330,13 @@ class Connection:
         self._flush(self._hand_over())
 
     def _flush(self, has_data: bool) -> None:
-        self._is_flush_forced = False
+        self._is_flush_forced = self._has_news = False
         now = clock()
         self._send_all(now, has_data)
         if not self.is_open:
             self._pump(now)  # sending can end the closing period
+            if self._has_news:
+                self.flush_soon(is_forced=False)
         self._count_unsent()
         self._set_timer(now)
 
@@ -334,13 +344,7 @@ class Connection:
 
     def _send_all(self, now: float, has_data: bool) -> None:
         """Give the socket what QUIC has to send: by slices, since the driver makes the next one only when it is asked."""
-        flight: list[bytes] = []
-        for data, _ in self.driver.flush(now, has_data=has_data):
-            flight.append(data)
-            if len(flight) == SLICE_PACKETS:
-                self._send(self.path, flight)
-                flight = []
-        if flight:
+        for flight in self.driver.flush(now, has_data=has_data):
             self._send(self.path, flight)
 
     def _count_unsent(self) -> None:
@@ -393,8 +397,14 @@ class Connection:
         return deadline if at is None else at if deadline is None else min(at, deadline)
 
     def _set_timer(self, now: float) -> None:
-        if self._timer is not None and self._timer_at <= now + TIMER_SLACK_S and not self.driver.has_near_deadline(now):
-            return
+        if (
+            self._timer is None
+            or self._timer_at > now + TIMER_SLACK_S
+            or self.driver.has_deadline_before(self._timer_at, now)
+        ):
+            self._set_timer_anew(now)
+
+    def _set_timer_anew(self, now: float) -> None:
         at = self._next_deadline()
         if at is None:
             if self._timer is not None:
@@ -422,7 +432,7 @@ class Connection:
             self._set_timer(now)
             return
         self.driver.handle_timer(now)
-        for data, _ in self.driver.copies(now):
+        for data in self.driver.copies(now):
             self._send_copy(self.path, data)
         if self._session is not None:
             self._handle(self._session.handle_timeout(now))
@@ -484,6 +494,8 @@ class Connection:
         self._finish()
 
     def _handle(self, events: list[e.Event]) -> None:
+        if events:
+            self._has_news = True  # until a flush, which what follows may bring
         for event in events:
             if isinstance(event, e.Answered):
                 self._n_answered += 1
@@ -503,8 +515,6 @@ class Connection:
                 self.flush_soon()
             elif isinstance(event, e.Closed):
                 self._end(event.error)
-        if events:
-            self.flush_soon(is_forced=False)
 
     def _settle(self, exchange: int, outcome: m.Response | SwarmError) -> None:
         answer = self._answers.pop(exchange, None)
@@ -513,6 +523,7 @@ class Connection:
         if isinstance(outcome, SwarmError):
             answer.set_exception(outcome)
         else:
+            answer.remove_done_callback(self._on_answer_done)  # nothing is left to do
             answer.give(outcome)
 
     def _end(self, error: SwarmError) -> None:

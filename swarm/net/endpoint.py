@@ -41,7 +41,7 @@ from swarm.net.admission import Admission, Verdict
 from swarm.net.byte_counts import ByteCounts
 from swarm.net.certificate import make_certificate
 from swarm.net.connection import Connection, clock
-from swarm.net.flights import FlightSocket
+from swarm.net.flights import Flights
 from swarm.net.path_monitor import PathMonitor
 from swarm.net.path_probes import PONG, PROBE, PathKey, decode_probe
 from swarm.net.paths import CHANNEL_BYTES, RELAY_TYPE, Path, PathPolicy
@@ -58,7 +58,6 @@ logger = logging.getLogger(__name__)
 OtherReceiver = Callable[[Sequence[bytes], Any], None]
 
 CID_BYTES = 8
-MAX_DATAGRAMS_PER_WAKE = 64  # then other callbacks get their turn; measured: a 49 KB answer is 40 datagrams
 SOCKET_BUFFER_BYTES = 4 << 20  # asked for; the kernel caps it (net.core.rmem_max)
 MAX_CONNECTIONS = 4096
 DIAL_TIMEOUT_S = 4.0
@@ -124,7 +123,7 @@ class Endpoint:
         self._admission = Admission()
         self._retry = QuicRetryTokenHandler()
         self._socket: socket.socket | None = None
-        self._flights: FlightSocket | None = None  # the same socket
+        self._flights: Flights | None = None  # the same socket
         self._is_closing = False
         self.n_refused = 0  # first packets of connections for which there was no room
         self.n_retries = 0  # first packets whose sender was asked to prove its address
@@ -147,7 +146,7 @@ class Endpoint:
                 f"cannot use UDP {self._host}:{self._port}: {error.strerror}; choose another --port"
             ) from error
         await self._serving.open()
-        self._socket, self._flights = udp, FlightSocket(udp)
+        self._socket, self._flights = udp, self._driver.flights(udp)
         asyncio.get_running_loop().add_reader(udp, self._on_readable)
         return self
 
@@ -382,42 +381,32 @@ class Endpoint:
     def _on_readable(self) -> bool:
         """Take in what has come; return whether anything of a connection has."""
         assert self._flights is not None
-        now, n_left = clock(), MAX_DATAGRAMS_PER_WAKE
+        now, by_cid = clock(), self._by_cid
         touched: dict[Connection, Any] = {}  # with where they were heard from last
+        others: dict[Any, list[bytes]] = {}  # what is not QUIC, by sender
+        connection: Connection | None = None
+        flight: list[bytes] = []  # of this connection, not given to it yet
         try:
-            while n_left > 0:
-                n_left -= 1
-                try:
-                    datagrams, address = self._flights.receive()
-                except (BlockingIOError, InterruptedError):
-                    break
-                except OSError as error:  # an ICMP error of an earlier send; the connection notices by its timers
-                    logger.debug("receive failed: %s", error)
+            for data, address in self._flights.receive():
+                self.counts.udp_received += len(data)
+                if not data or data[0] < 64:
+                    others.setdefault(address, []).append(data)
                     continue
-                n_left -= len(datagrams) - 1
-                is_other = False
-                flight: list[bytes] = []  # of one connection
-                connection = None
-                for data in datagrams:
-                    self.counts.udp_received += len(data)
-                    if not data or data[0] < 64:
-                        is_other = True
-                        continue
-                    found = self._connection_for(data, address)
-                    if found is not connection:
-                        if connection is not None:
-                            connection.receive(flight, now)
-                            flight = []
-                        connection = found
-                        if found is not None:
-                            touched[found] = address
-                    if found is not None:
-                        flight.append(data)
-                if connection is not None:
-                    connection.receive(flight, now)
-                if is_other:
-                    self._receive_other(datagrams, address, touched, now)
+                # Of a short header, as most have, the connection's id follows (RFC 9000 section 17.3).
+                found = by_cid.get(data[1 : 1 + CID_BYTES]) if data[0] < 128 else self._connection_for(data, address)
+                if found is None:
+                    continue
+                if found is not connection:
+                    if connection is not None:
+                        connection.receive(flight, now)
+                    connection, flight = found, []
+                touched[found] = address
+                flight.append(data)
+            for address, datagrams in others.items():
+                self._receive_other(datagrams, address, touched, now)
         finally:  # also where one of them, or a stranger's packet, made us fail: a connection ends its own failures itself
+            if connection is not None:
+                connection.receive(flight, now)
             self._received(touched, now)
         return bool(touched)
 
@@ -430,10 +419,10 @@ class Endpoint:
     def _receive_other(
         self, datagrams: Sequence[bytes], address: Any, touched: dict[Connection, Any], now: float
     ) -> None:
-        """Take in what of a sender's datagrams is not QUIC."""
+        """Take in a sender's datagrams that are not QUIC."""
         others: list[bytes] = []
         for data in datagrams:
-            if not data or data[0] >= 64:
+            if not data:
                 continue
             kind = data[0]
             if kind == RELAY_TYPE and (path := self._channels.get(data[1:RELAY_HEAD_BYTES])) is not None:

@@ -90,7 +90,7 @@ class FastLinks:
             place.looked_at = now
             self._look(node, place, connection, now)
         link = place.link
-        return link if link is not None and link.is_open and not link.is_stalled else None
+        return link if link is not None and link.is_prompt else None
 
     def _make_room(self) -> bool:
         """Return whether another node has a place: of those without a link who was used longest ago is forgotten."""

@@ -8,6 +8,7 @@ acknowledgements ride on the answer or the next dispatch, as with aioquic. Figur
 from __future__ import annotations
 
 import logging
+import socket
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from qh3 import _hazmat
 from qh3.quic import events as qh3_events
 from qh3.quic.configuration import QuicConfiguration
 from qh3.quic.connection import QuicConnection, QuicConnectionError
@@ -24,14 +26,48 @@ from swarm.errors import IdentityMismatch
 from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.certificate import IDLE_TIMEOUT_S, MAX_DATA, MAX_DATAGRAM_BYTES, MAX_STREAM_DATA
+from swarm.net.congestion import SLICE_PACKETS
+from swarm.net.flights import CANNOT_CUT, Flights, FlightSocket
 from swarm.net.quic_driver import ACK_DELAY_S, ACK_EVERY_PACKETS, SMALL_BYTES, QuicDriver
-from swarm.net.repair import Datagram
 from swarm.wire.session import ALPN
 
 logger = logging.getLogger(__name__)
 
 # The raw 32 bytes of an ed25519 key are the end of its SubjectPublicKeyInfo (RFC 8410 section 4).
 _ED25519_PREFIX = bytes.fromhex("302a300506032b6570032100")
+
+
+class Qh3Socket:
+    """A bound, non-blocking UDP socket, owned by whoever made it: as `FlightSocket`, in one native call each way.
+
+    It also forbids routers to cut datagrams, as RFC 9000 section 14 wants it.
+
+    Attributes:
+        is_cutting: whether flights leave in few calls; ends for good when the kernel refuses that.
+    """
+
+    def __init__(self, udp: socket.socket) -> None:
+        self._state = _hazmat.UdpSocketState(udp.fileno())
+        self.is_cutting = True
+
+    def send(self, flight: Sequence[bytes], address: Any) -> None:
+        datagrams = list(flight)
+        try:
+            self._state.send(datagrams, address)
+        except OSError as error:
+            if error.errno not in CANNOT_CUT or not self.is_cutting:
+                raise
+            logger.debug("datagrams leave one by one from here on: %s", error)
+            self.is_cutting = False
+            self._state.disable_gso()
+            self._state.send(datagrams[getattr(error, "datagrams_sent", 0) :], address)
+
+    def receive(self) -> list[tuple[bytes, Any]]:
+        try:
+            return self._state.recv()
+        except OSError as error:  # an ICMP error of an earlier send; QUIC notices by its timers
+            logger.debug("receive failed: %s", error)
+            return []
 
 
 class Qh3Driver(QuicDriver):
@@ -60,6 +96,10 @@ class Qh3Driver(QuicDriver):
             configuration.private_key = load_pem_private_key(key)
         return configuration
 
+    @staticmethod
+    def flights(udp: socket.socket) -> Flights:
+        return Qh3Socket(udp) if hasattr(_hazmat, "UdpSocketState") else FlightSocket(udp)  # not on Windows
+
     def __init__(self, configuration: Any, original_cid: bytes | None, retry_cid: bytes | None = None) -> None:
         self.quic = QuicConnection(
             configuration=configuration,
@@ -69,6 +109,7 @@ class Qh3Driver(QuicDriver):
         self._parity = (
             0 if self.quic.configuration.is_client else 1
         )  # of the streams that we open (RFC 9000 section 2.1)
+        self._n_allowed = 0  # of these, as far as it was asked; never less later
         self._held: deque[tuple[int, bytes, bool]] = deque()  # bounded by the session's MAX_EXCHANGES
         self._n_received = 0  # datagrams since the last flush
         self._is_ack_urgent = False
@@ -91,6 +132,9 @@ class Qh3Driver(QuicDriver):
         """qh3 2.1 forgets what is sent on a stream that the other side does not allow yet, so it is kept here."""
         if self._held or not self._is_allowed(stream):
             self._held.append((stream, data, is_end))
+        elif self.quic._handshake_complete:
+            # Without what its own method does besides: numbers for streams that it opens itself.
+            self.quic._core.send_stream(stream, data, is_end)
         else:
             self._call(self.quic.send_stream_data, stream, data, is_end)
 
@@ -106,7 +150,7 @@ class Qh3Driver(QuicDriver):
         if (
             quic._handshake_complete
         ):  # what its own method does then, without the address parsed and a log that there is not
-            quic._call_core(quic._core.receive_many_datagrams, list(flight), address, now)
+            quic._core.receive_many_datagrams(list(flight), address, now)
             quic._drain_core()
         else:
             quic.receive_many_datagrams(list(flight), address, now)
@@ -129,30 +173,37 @@ class Qh3Driver(QuicDriver):
         timer = None if core is None else core.get_timer()
         return None if timer is None else float(timer[1])
 
-    def has_near_deadline(self, now: float) -> bool:
-        """False while an acknowledgement waits: then nothing is looked for before it is due, and a timer is set for that."""
+    def has_deadline_before(self, at: float, now: float) -> bool:
         if self._ack_at is not None:
-            return False
-        at = self._library_deadline()
-        return at is not None and at < now + ACK_DELAY_S
+            return self._ack_at < at
+        due = self._library_deadline()
+        return due is not None and due < at
 
-    def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
+    def flush(self, now: float, *, has_data: bool) -> Iterator[list[bytes]]:
         self._n_received, self._is_ack_urgent, self._ack_at = 0, False, None
         while self._held and self._is_allowed(self._held[0][0]):
             self._call(self.quic.send_stream_data, *self._held.popleft())
         core = self.quic._core  # straight: `datagrams_to_send` parses each packet again for a log that there is not
         if core is None:
             return
+        flight: list[bytes] = []
         try:
             while (transmit := core.poll_transmit(now)) is not None:
-                yield transmit[0], transmit[1]
+                flight.append(transmit[0])
+                if len(flight) == SLICE_PACKETS:
+                    yield flight
+                    flight = []
         except RuntimeError as error:
             # "packet builder capacity exhausted", now and then under many streams; the next call goes on from there.
             logger.debug("qh3 sent nothing: %s", error)
+        if flight:
+            yield flight
 
     def _is_allowed(self, stream: int) -> bool:
-        is_ours = stream % 2 == self._parity
-        return not is_ours or stream // 4 < self.quic.max_concurrent_bidi_streams
+        if stream % 2 != self._parity or stream // 4 < self._n_allowed:
+            return True
+        self._n_allowed = self.quic.max_concurrent_bidi_streams
+        return stream // 4 < self._n_allowed
 
     @staticmethod
     def _call(operation: Callable[..., None], *arguments: Any) -> None:

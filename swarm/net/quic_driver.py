@@ -7,6 +7,7 @@ speaks the same wire. All that `Connection` and `Endpoint` ask of a QUIC library
 from __future__ import annotations
 
 import os
+import socket
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -23,7 +24,8 @@ from swarm.identity import Identity
 from swarm.ids import NodeId
 from swarm.net.certificate import presented_node_id, quic_configuration
 from swarm.net.congestion import application_space, attach
-from swarm.net.repair import PAUSE_S, Datagram, Repair, needs_protection
+from swarm.net.flights import Flights, FlightSocket
+from swarm.net.repair import PAUSE_S, Repair, needs_protection
 
 # aioquic acknowledges 1 ms after the first packet, in a packet of its own (27 bytes, and a send, a receive and two AEADs). Eight
 # let most acknowledgements ride on the answer, or on the next layer's dispatch; under the 25 ms that aioquic announces, and
@@ -49,12 +51,16 @@ class QuicDriver(ABC):
 
     quic: Any
     events: ModuleType
-    _next: Any = None  # an event taken from the library and not given yet
 
     @staticmethod
     @abstractmethod
     def configuration(identity: Identity, certificate: x509.Certificate, *, is_client: bool) -> Any:
         """Return what all connections of one side share."""
+
+    @staticmethod
+    def flights(udp: socket.socket) -> Flights:
+        """Return what an endpoint sends and receives with; the socket stays the caller's."""
+        return FlightSocket(udp)
 
     @abstractmethod
     def __init__(self, configuration: Any, original_cid: bytes | None, retry_cid: bytes | None = None) -> None:
@@ -91,25 +97,22 @@ class QuicDriver(ABC):
 
     def next_event(self) -> Any | None:
         """Return what has happened next; what one stream got in several packets at once is one event."""
-        event = self._next
-        if event is None:
-            event = self.quic.next_event()
-        else:
-            self._next = None
-        data_received = self.events.StreamDataReceived
-        if event.__class__ is not data_received or event.end_stream:
+        waiting = self.quic._events  # of either library: what its own method takes from
+        if not waiting:
+            return None
+        event, data_received = waiting.popleft(), self.events.StreamDataReceived
+        if event.__class__ is not data_received or event.end_stream or not waiting:
             return event
-        more = self.quic.next_event()
-        if more.__class__ is not data_received or more.stream_id != event.stream_id:
-            self._next = more
-            return event
-        pieces = [event.data]
-        while more.__class__ is data_received and more.stream_id == event.stream_id:
-            pieces.append(more.data)
-            event = more
-            more = None if event.end_stream else self.quic.next_event()
-        self._next = more
-        return data_received(data=b"".join(pieces), end_stream=event.end_stream, stream_id=event.stream_id)
+        pieces, stream = [event.data], event.stream_id
+        while (
+            waiting
+            and not event.end_stream
+            and waiting[0].__class__ is data_received
+            and waiting[0].stream_id == stream
+        ):
+            event = waiting.popleft()
+            pieces.append(event.data)
+        return data_received(data=b"".join(pieces), end_stream=event.end_stream, stream_id=stream)
 
     def wants_flush(self) -> bool:
         """Return whether what was received since the last flush may have given the library something to send now.
@@ -118,12 +121,17 @@ class QuicDriver(ABC):
         """
         return True
 
-    def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
-        """Yield the datagrams to send now, as they are made. `has_data`: streams were written to since the last call."""
-        yield from self.quic.datagrams_to_send(now)
+    def flush(self, now: float, *, has_data: bool) -> Iterator[list[bytes]]:
+        """Yield the datagrams to send now, in flights that are made when they are asked for; none is empty.
 
-    def has_near_deadline(self, now: float) -> bool:
-        """Return whether the next deadline may be nearer than ACK_DELAY_S; may be True in vain."""
+        `has_data`: streams were written to since the last call.
+        """
+        flight = [data for data, _ in self.quic.datagrams_to_send(now)]
+        if flight:
+            yield flight
+
+    def has_deadline_before(self, at: float, now: float) -> bool:
+        """Return whether `next_deadline` may be before `at`; may be True in vain. Asked after each message, so it is cheap."""
         return True
 
     def is_lossy(self) -> bool:
@@ -134,7 +142,7 @@ class QuicDriver(ABC):
         """Return the shortest round trip of the latest packets, the path without waits for a core; None: it is not known."""
         return None
 
-    def copies(self, now: float) -> list[Datagram]:
+    def copies(self, now: float) -> list[bytes]:
         """Return the datagrams to send a second time now."""
         return []
 
@@ -208,20 +216,21 @@ class AioquicDriver(QuicDriver):
         """
         return self._is_ack_urgent or self._was_window_full or self.controller.n_lost != self._n_lost
 
-    def flush(self, now: float, *, has_data: bool) -> Iterator[Datagram]:
+    def flush(self, now: float, *, has_data: bool) -> Iterator[list[bytes]]:
         space = self._space
         if space is not None and space.ack_at is not None and (has_data or self._is_ack_urgent):
             space.ack_at = (
                 now - 1e-6
             )  # due: rides on the first packet; a little ago, since one due now waits for the pacer
-        datagrams: list[Datagram] = []
+        datagrams: list[bytes] = []
         self._order_streams()
         while True:
             self._pacer.start_slice()
-            some = self.quic.datagrams_to_send(now)
-            yield from some
-            datagrams += some
-            if not self._pacer.is_slice_full and not (some and self._has_abandoned()):
+            flight = [data for data, _ in self.quic.datagrams_to_send(now)]
+            if flight:
+                yield flight
+                datagrams += flight
+            if not self._pacer.is_slice_full and not (flight and self._has_abandoned()):
                 break
         if space is not None and space.ack_at is None:
             self._n_unacknowledged, self._is_ack_urgent = 0, False
@@ -273,20 +282,22 @@ class AioquicDriver(QuicDriver):
             n_packets=controller.n_packets, n_packets_at_loss=controller.n_packets_at_loss, is_congested=False
         )
 
-    def has_near_deadline(self, now: float) -> bool:
+    def has_deadline_before(self, at: float, now: float) -> bool:
         """True while the pacer, a copy or a packet that seems lost waits, and before the handshake is done.
 
-        What else aioquic sets a time for is further away: probes (25 ms and more), and acknowledgements.
+        What else aioquic sets a time for is no nearer than ACK_DELAY_S: probes (25 ms and more), and acknowledgements. To ask
+        it costs 12 us, and a layer would nine times (docs/performance.md).
         """
         space = self._space
         return (
-            space is None
+            at > now + ACK_DELAY_S
+            or space is None
             or space.loss_time is not None
             or self.quic._pacing_at is not None
             or self._repair.next_deadline() is not None
         )
 
-    def copies(self, now: float) -> list[Datagram]:
+    def copies(self, now: float) -> list[bytes]:
         return self._repair.due(now)
 
     def next_deadline(self) -> float | None:

@@ -11,9 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
-
-Datagram = tuple[bytes, Any]  # bytes and the address they go to
 
 # Packets after a loss that are sent twice: at 0.1 % loss a path is protected 86 % of the time, at 0.01 % 18 %, at 1 % always;
 # a path that lost one packet by chance pays 2,000 packets, 2.4 MB, once.
@@ -41,11 +38,11 @@ class Repair:
     """The copies of one connection."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[float, Datagram]] = deque(maxlen=MAX_WAITING)
+        self._waiting: deque[tuple[float, bytes]] = deque(maxlen=MAX_WAITING)
 
-    def sent(self, flight: Sequence[Datagram], now: float, *, rtt_s: float, is_protected: bool) -> None:
+    def sent(self, flight: Sequence[bytes], now: float, *, rtt_s: float, is_protected: bool) -> None:
         """Note a flight that left now; `is_protected`: on a path that lost a packet lately."""
-        if len(flight) == 1 and len(flight[0][0]) < MIN_BYTES:
+        if len(flight) == 1 and len(flight[0]) < MIN_BYTES:
             return
         if not is_protected or len(flight) > MAX_FLIGHT_PACKETS:
             flight = flight[-TAIL_PACKETS:] if len(flight) >= LONG_FLIGHT_PACKETS else ()
@@ -56,7 +53,7 @@ class Repair:
         """Return when `due` should be called; None: no copy waits."""
         return self._waiting[0][0] if self._waiting else None
 
-    def due(self, now: float) -> list[Datagram]:
+    def due(self, now: float) -> list[bytes]:
         """Return the copies to send now."""
         copies = []
         while self._waiting and self._waiting[0][0] <= now:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 # wake-ups of a task). What is not wanted any more is cancelled. A dispatch's result may also be returned at once.
 Handler = Callable[[Connection, m.Request], Awaitable[m.Response] | m.Result]
 
-BULKY = m.GetManifest | m.GetBlock  # their answers can be far larger than they are
+BULKY = (m.GetManifest, m.GetBlock)  # their answers can be far larger than they are
 # Requests being served, all connections together; more are refused as BUSY. Bulky ones, which mostly wait (2 KB each), apart,
 # so that those who wait for blocks do not keep dispatches out.
 MAX_SERVING, MAX_BULKY = 1024, 4096
@@ -104,15 +104,17 @@ class Serving:
     def begin(self, connection: Connection, exchange: int, request: m.Request) -> None:
         """Answer a request, or say BUSY."""
         is_bulky = isinstance(request, BULKY)
-        counts = self.n_bulky if is_bulky else self.n_short
-        limit = MAX_BULKY if is_bulky else MAX_SERVING
-        connection_limit = MAX_BULKY_PER_CONNECTION if is_bulky else MAX_SERVING_PER_CONNECTION
-        is_busy = counts[None] >= limit or counts[connection] >= connection_limit
-        if not is_busy and not is_bulky and not self.answers.has_room(connection):
+        if is_bulky:
+            counts, limit, connection_limit = self.n_bulky, MAX_BULKY, MAX_BULKY_PER_CONNECTION
+        else:
+            counts, limit, connection_limit = self.n_short, MAX_SERVING, MAX_SERVING_PER_CONNECTION
+        # Mostly nothing is under way: what is answered at once is not counted.
+        is_busy = bool(counts) and (counts[None] >= limit or counts[connection] >= connection_limit)
+        if not is_busy and not is_bulky and self.answers.n_bytes and not self.answers.has_room(connection):
             is_busy = True
             self._close_slow()
         handler = self.handlers.get(type(request))
-        if handler is None or self._is_closing or is_busy:
+        if is_busy or handler is None or self._is_closing:
             connection.respond(exchange, _BUSY)
             return
         serving: asyncio.Future[Any]

@@ -26,9 +26,10 @@ from typing import Any, cast
 from swarm.errors import ConnectionLost, Overloaded, RemoteProtocolError, SwarmError
 from swarm.ids import NodeId
 from swarm.net.answer import Answer
-from swarm.net.byte_counts import Amount, ByteCounts, PathKind, n_tls_records, tls_bytes
+from swarm.net.byte_counts import MAX_RECORD_BYTES, Amount, ByteCounts, PathKind, n_tls_records, tls_bytes
 from swarm.net.connection import clock
 from swarm.net.link_copies import is_copied
+from swarm.net.patience import MOST_LATE_S, RTT_GAIN, Patience, size_of
 from swarm.net.tcp_losses import Packets, packets, payload, queued
 from swarm.net.tls_records import (
     COPIES_ALPN,
@@ -52,22 +53,12 @@ MAX_UNSENT_BYTES = 32 << 20
 # a prompt of 512 tokens left 9 MB in each (measured, D=2048 in f32).
 WRITE_BYTES = 256 << 10
 MAX_PONGS = 64  # that wait here unread; four times as many pings as an honest side has unanswered
-# An answer is late after mean + 2 deviations of what answers to as much work took (TCP repairs its last packets later), and no
-# earlier than LEAST_LATE_S after the mean. At 1 % loss and 0.2 to 3 ms it makes p99 of 205 ms 11 with 4 deviations and 3 ms.
-N_DEVIATIONS, LEAST_LATE_S = 2, 0.0015
-# Such copies are of small requests, and this share of all, saved up to a burst: a peer that is busy must not get its work twice.
-# What is later than MOST_LATE (times the mean, or seconds after it: TCP's least retransmission timeout) is asked again in any
-# case, unless the stream moves: a pong to a ping that was sent meanwhile says that nothing is lost and the peer is slow.
-COPY_SHARE, COPY_BURST = 0.1, 8.0
-MOST_LATE, MOST_LATE_S = 3.0, 0.2
-UNSEEN_S = 0.5  # late, before anything like it was answered; guessed
 PONG_S = 0.1  # for the pong, where no ping was sent before an answer was overdue; guessed: a busy machine's loop and a short path
 N_STRIKES = 3  # stalls of MOST_LATE_S in a row, nothing answered in between, after which the link is given up
 STALLED_S = (
     1.0  # so is one from which nothing has come for so long, though it was asked; guessed: TCP's second repair is over
 )
 BEATEN_S = 3.0  # and one whose every answer came over its second link first, as long; guessed: a session's silence
-_RTT_GAIN, _DEVIATION_GAIN = 0.125, 0.25  # RFC 6298's
 OnRequest = Callable[["TlsLink", int, m.Request], None]
 Retry = Callable[[], "asyncio.Future[m.Response]"]
 
@@ -145,11 +136,10 @@ class TlsLink(asyncio.Protocol):
         self._error: SwarmError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._service: dict[int, tuple[float, float]] = {}  # size of work -> mean and deviation of its answers' time
+        self._patience = Patience()
         self._n_strikes = 0
         self._stalled_at: float | None = None  # since when an answer is late and nothing has come
         self._is_struck = False  # it counts among the strikes
-        self._copies = COPY_BURST
         self._gone = 0  # the second of `_moved`, when it was looked at last
         self._pings: dict[int, float] = {}
         self._next_ping = 1
@@ -186,6 +176,12 @@ class TlsLink(asyncio.Protocol):
     def is_stalled(self) -> bool:
         """Whether an answer is late, and nothing has come since."""
         return self._stalled_at is not None
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether requests can be sent now, and none of them is known to wait for a loss."""
+        session = self._session
+        return self._stalled_at is None and self._error is None and session is not None and session.state is State.OPEN
 
     def packets(self) -> Packets | None:
         """Return how many packets the link had and lost so far; None where nobody tells: on a Unix socket none is lost."""
@@ -228,25 +224,27 @@ class TlsLink(asyncio.Protocol):
         Raises:
             ConnectionLost, or what else ended the link; Overloaded. Nothing was sent.
         """
-        if self._error is not None or self._session is None or self._transport is None or not self.is_open:
+        session = self._session
+        if session is None or self._error is not None or session.state is not State.OPEN:
             raise (self._error or ConnectionLost("the link is not open")).with_traceback(None)
-        if self._n_unsent() > MAX_UNSENT_BYTES:
+        if self._is_paused and self._n_unsent() > MAX_UNSENT_BYTES:
             raise Overloaded("too many bytes wait on one link", retry_after_s=0.1)
         now = clock()
-        exchange = self._session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
+        exchange = session.request(message, deadline=now + timeout_s, now=now, max_answer_bytes=max_answer_bytes)
+        second = self.second if self.is_copying and copy_of is None else None
+        is_doubled = second is not None and second.is_open and is_copied(message)
+        self._flush(exchange if is_doubled else copy_of)
+        if self._error is not None:  # it has just used up its numbers
+            raise self._error.with_traceback(None)
+        # What follows is done while the other side works already.
         asked = self._asked[exchange] = _Asked(self._loop, exchange, retry)
         asked.sent_at = now
-        asked.size, asked.is_small = _size_of(message), is_copied(message)
-        late_s, overdue_s = self._patience_s(asked.size)
+        asked.size, asked.is_small = size_of(message), is_copied(message)
+        late_s, overdue_s = self._patience.asked(asked.size)
         asked.late_at, asked.overdue_at = now + late_s, now + overdue_s
-        self._copies = min(COPY_BURST, self._copies + COPY_SHARE)
         asked.add_done_callback(self._on_answer_done)
-        second = self.second if self.is_copying else None
-        if copy_of is None and second is not None and second.is_open and asked.is_small:
-            copy_of = exchange
-            # Later: the first must not wait until the second is encrypted.
+        if is_doubled:  # later: the first must not wait until the second is encrypted
             self._loop.call_soon(self._send_copy, asked, message, timeout_s, max_answer_bytes)
-        self._flush(copy_of)
         # Else it is soon enough; a peer that is known to take seconds is pinged as any other.
         if self._timer is None or self._timer_at > now + min(timeout_s, late_s, s.PING_AFTER_S):
             self._set_timer(now)
@@ -299,22 +297,25 @@ class TlsLink(asyncio.Protocol):
             return
         now = clock()
         self._stalled_at = self._beaten_at = None
-        self.bytes_received += len(data)
-        self._n_tls_received += n_tls_records(len(data))
+        n_bytes, is_partial = len(data), False
+        self.bytes_received += n_bytes
+        self._n_tls_received += 1 if n_bytes <= MAX_RECORD_BYTES else n_tls_records(n_bytes)
         try:
-            for record in self._reader.feed(data):
-                if record.kind <= RecordKind.END:
-                    is_end = record.kind is RecordKind.END
-                    self._handle(self._session.receive(record.exchange, record.data, is_end, now=now), now)
+            for number, kind, piece in self._reader.feed(data):
+                if kind is RecordKind.END:
+                    self._handle(self._session.receive(number, piece, True, now=now), now)
                     self.copy_number = None
-                elif record.kind is RecordKind.RESET:
-                    self._handle(self._session.receive_reset(record.exchange), now)
-                elif record.kind is RecordKind.COPY:
-                    self.copy_number = record.exchange
-                elif record.kind is RecordKind.PING:
-                    self._pong(record.exchange)
+                elif kind is RecordKind.DATA:
+                    self._handle(self._session.receive(number, piece, False, now=now), now)
+                    self.copy_number, is_partial = None, True
+                elif kind is RecordKind.RESET:
+                    self._handle(self._session.receive_reset(number), now)
+                elif kind is RecordKind.COPY:
+                    self.copy_number = number
+                elif kind is RecordKind.PING:
+                    self._pong(number)
                 else:
-                    self._on_pong(record.exchange, now)
+                    self._on_pong(number, now)
         except RemoteProtocolError as error:
             self._end(error)
         except Exception as failure:  # a mistake of ours must not leave who waits waiting
@@ -322,7 +323,7 @@ class TlsLink(asyncio.Protocol):
             self._end(RemoteProtocolError(f"the link failed: {type(failure).__name__}"))
         if self._error is None:
             self._flush()
-            if self._timer is None:  # as a server: what arrives may have a deadline now
+            if is_partial and self._timer is None:  # as a server: what arrives has a deadline now
                 self._set_timer(now)
 
     def pause_writing(self) -> None:
@@ -371,29 +372,11 @@ class TlsLink(asyncio.Protocol):
             asked.set_exception(outcome)
             return
         asked.retry = None  # which holds the layer's rows
-        self._note_service(asked.size, now - asked.sent_at)
+        self._patience.answered(asked.size, now - asked.sent_at)
         self._n_strikes = 0
         if asked.other is None:
             asked.remove_done_callback(self._on_answer_done)  # nothing is left to do
         asked.give(outcome)
-
-    def _note_service(self, size: int, taken_s: float) -> None:
-        known = self._service.get(size)
-        if known is None:
-            self._service[size] = taken_s, taken_s / 2
-            return
-        mean_s, deviation_s = known
-        deviation_s += _DEVIATION_GAIN * (abs(taken_s - mean_s) - deviation_s)
-        self._service[size] = mean_s + _RTT_GAIN * (taken_s - mean_s), deviation_s
-
-    def _patience_s(self, size: int) -> tuple[float, float]:
-        """Return after how long an answer to so much work is late, and overdue."""
-        known = self._service.get(size)
-        if known is None:
-            return UNSEEN_S, UNSEEN_S
-        mean_s, deviation_s = known
-        overdue_s = max(MOST_LATE * mean_s, mean_s + MOST_LATE_S)
-        return min(overdue_s, mean_s + max(LEAST_LATE_S, N_DEVIATIONS * deviation_s)), overdue_s
 
     def _on_answer_done(self, answer: asyncio.Future[m.Response]) -> None:
         assert isinstance(answer, _Asked)
@@ -465,10 +448,11 @@ class TlsLink(asyncio.Protocol):
 
     def _flush(self, copy_of: int | None = None) -> None:
         """Write what the session has to say; `copy_of`: the number of the request that is its last word."""
-        if self._session is None:
+        session = self._session
+        if session is None:
             return
         parts: list[bytes] = []
-        outgoing = self._session.take_outgoing()
+        outgoing = session.take_outgoing()
         for out in outgoing:
             if out.exchange > MAX_EXCHANGE:
                 self._end(ConnectionLost("the link has used up its numbers"))
@@ -479,25 +463,26 @@ class TlsLink(asyncio.Protocol):
                 if copy_of is not None and out is outgoing[-1]:
                     parts.append(encode_record(copy_of, RecordKind.COPY))
                 parts += encode_exchange(out.exchange, out.data, out.is_end)
-        # Answers, and refusals, of which no handler knows; as many resets as there were requests.
-        if parts and self._n_unsent() > MAX_UNSENT_BYTES and not all(out.is_reset for out in outgoing):
-            self._end(ConnectionLost("the other side does not take its answers"))
-            return
         if parts:
+            # Answers, and refusals, of which no handler knows; as many resets as there were requests.
+            if self._is_paused and self._n_unsent() > MAX_UNSENT_BYTES and not all(out.is_reset for out in outgoing):
+                self._end(ConnectionLost("the other side does not take its answers"))
+                return
             self._write(parts)
             if self._is_paused:
                 self._on_unsent(self, self.bytes_sent, self._n_unsent())
-        if self._session.wants_ping:
-            self._session.wants_ping = False
+        if session.wants_ping:
+            session.wants_ping = False
             self._ping(clock())
 
     def _write(self, parts: list[bytes]) -> None:
-        if self._transport is None or self._transport.is_closing():
+        transport = self._transport
+        if transport is None or transport.is_closing():
             return
         size = sum(map(len, parts))
         self.bytes_sent += size
-        if not self._unwritten and not self._is_paused and size <= WRITE_BYTES:  # mostly: nothing waits
-            self._write_now(parts)
+        if not self._is_paused and not self._unwritten and size <= WRITE_BYTES:  # mostly: nothing waits
+            self._write_now(transport, parts)
             return
         self._unwritten += parts
         self._n_unwritten += size
@@ -505,21 +490,21 @@ class TlsLink(asyncio.Protocol):
 
     def _write_on(self) -> None:
         """Write what waits, as much as the transport likes to hold."""
-        while self._unwritten and not self._is_paused:
+        transport = self._transport
+        while self._unwritten and not self._is_paused and transport is not None and not transport.is_closing():
             size, parts = 0, list[bytes]()
             while self._unwritten and (not parts or size + len(self._unwritten[0]) <= WRITE_BYTES):
                 parts.append(self._unwritten.popleft())
                 size += len(parts[-1])
             self._n_unwritten -= size
-            self._write_now(parts)
+            self._write_now(transport, parts)
         if not self._unwritten:
             self._n_pongs_unwritten = 0
 
-    def _write_now(self, parts: list[bytes]) -> None:
-        if self._transport is not None and not self._transport.is_closing():
-            data = b"".join(parts)  # one piece: one TLS record, one call of the kernel
-            self._n_tls_sent += n_tls_records(len(data))
-            self._transport.write(data)
+    def _write_now(self, transport: asyncio.Transport, parts: list[bytes]) -> None:
+        data = b"".join(parts)  # one piece: one TLS record, one call of the kernel
+        self._n_tls_sent += 1 if len(data) <= MAX_RECORD_BYTES else n_tls_records(len(data))
+        transport.write(data)
 
     def _n_unsent(self) -> int:
         """Return how many bytes the kernel has not taken yet."""
@@ -545,7 +530,7 @@ class TlsLink(asyncio.Protocol):
         sent = self._pings.pop(number, None)
         if sent is not None:
             rtt_s = now - sent
-            self.rtt_s = rtt_s if self.rtt_s is None else self.rtt_s + _RTT_GAIN * (rtt_s - self.rtt_s)
+            self.rtt_s = rtt_s if self.rtt_s is None else self.rtt_s + RTT_GAIN * (rtt_s - self.rtt_s)
         if self._session is not None:
             self._session.heard(now)
 
@@ -595,7 +580,7 @@ class TlsLink(asyncio.Protocol):
     def _on_late(self, asked: _Asked, now: float) -> None:
         """Ask elsewhere as well, unless too much has been asked twice; then once it is overdue."""
         is_overdue = now >= asked.overdue_at
-        if not is_overdue and (self._copies < 1.0 or not asked.is_small):
+        if not is_overdue and (self._patience.n_copies < 1.0 or not asked.is_small):
             asked.probe, asked.late_at, asked.moved = self._ping(now), asked.overdue_at, self._moved()
             return
         if is_overdue and asked.retry is not None:
@@ -613,7 +598,7 @@ class TlsLink(asyncio.Protocol):
         if asked.retry is None or not self._go_elsewhere(asked):
             return
         if not is_overdue:
-            self._copies -= 1.0
+            self._patience.n_copies -= 1.0
         if self._stalled_at is None:  # what else is late by now waits for the same
             self._stalled_at = now
             self._is_struck = False
@@ -665,11 +650,6 @@ class TlsLink(asyncio.Protocol):
         if isinstance(error, RemoteProtocolError):
             logger.info("closed a TLS link: %s", error)
         self._on_gone(self)
-
-
-def _size_of(message: m.Request) -> int:
-    """Return the order of magnitude of a request's work, by powers of two."""
-    return len(message.expert_ids).bit_length() if isinstance(message, m.Dispatch) else 0
 
 
 def _seen(future: asyncio.Future[Any]) -> None:

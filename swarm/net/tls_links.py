@@ -297,7 +297,7 @@ class TlsListener:
             link.on_answered = self._copies.answered
             if not self._copies.is_first(link, exchange, number, cast(m.Dispatch, request)):
                 return
-        self._begin(link, exchange, request)
+        self._endpoint.serving.begin(cast(Connection, link), exchange, request)
 
     def _begin(self, link: CopyLink, exchange: int, request: m.Request) -> None:
         self._endpoint.serving.begin(cast(Connection, link), exchange, request)

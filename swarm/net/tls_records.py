@@ -50,6 +50,7 @@ class Record(NamedTuple):
 
 
 _KINDS = {int(kind): kind for kind in RecordKind}
+_END = RecordKind.END
 
 
 def encode_record(exchange: int, kind: RecordKind, size: int = 0) -> bytes:
@@ -61,8 +62,10 @@ def encode_record(exchange: int, kind: RecordKind, size: int = 0) -> bytes:
 
 def encode_exchange(exchange: int, data: bytes, is_end: bool) -> list[bytes]:
     """Return the records that carry an exchange's next bytes, in pieces to be written one after the other."""
-    if len(data) <= MAX_DATA_BYTES:
-        return [encode_record(exchange, RecordKind.END if is_end else RecordKind.DATA, len(data)), data]
+    size = len(data)
+    if size <= MAX_DATA_BYTES:
+        assert 0 <= exchange <= MAX_EXCHANGE
+        return [_HEAD.pack(exchange, _END if is_end else RecordKind.DATA, size & 0xFF, size >> 8), data]
     parts: list[bytes] = []
     for at in range(0, len(data), MAX_DATA_BYTES):
         piece = data[at : at + MAX_DATA_BYTES]
@@ -85,21 +88,24 @@ class RecordReader:
             if len(self._held) < self._n_wanted:  # else a record that comes byte by byte is copied as often
                 return []
             data = bytes(self._held)
-        at, n, records = 0, len(data), list[Record]()
+        records: list[Record] = []
+        at, n = 0, len(data)
         self._n_wanted = HEAD_BYTES
         while n - at >= HEAD_BYTES:
             exchange, code, low, high = _HEAD.unpack_from(data, at)
-            size = low | high << 8
             kind = _KINDS.get(code)
             if kind is None:
                 raise RemoteProtocolError(f"unknown kind of record: got 0x{code:02x}")
-            if size > (MAX_DATA_BYTES if kind <= RecordKind.END else 0):
+            size = low | high << 8
+            if size and (kind > _END or size > MAX_DATA_BYTES):
                 raise RemoteProtocolError(f"a record of {kind.name} is too large: got {size} bytes")
-            end = at + HEAD_BYTES + size
+            begin = at + HEAD_BYTES
+            end = begin + size
             if end > n:
                 self._n_wanted = end - at
                 break
-            records.append(Record(exchange, kind, data[at + HEAD_BYTES : end]))
+            records.append(Record(exchange, kind, data[begin:end]))
             at = end
-        self._held = bytearray(data[at:]) if at < n else bytearray()
+        if at < n or self._held:
+            self._held = bytearray(data[at:])
         return records

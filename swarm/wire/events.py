@@ -1,4 +1,8 @@
-"""What a session tells its link: events, and the bytes to send. Plain values; the rules are in `session`."""
+"""What a session tells its link: events, and the bytes to send. Plain values; the rules are in `session`.
+
+Those of a request and its answer are not frozen, since they are made for each layer: frozen, each would take 1 us more to make
+(docs/performance.md). Nobody changes one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ class Opened:
     observed_address: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestReceived:
     """The other side wants an answer on `exchange`."""
 
@@ -33,7 +37,7 @@ class RequestCancelled:
     exchange: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Answered:
     """Our request on `exchange` has its answer."""
 
@@ -59,7 +63,7 @@ class Closed:
 Event = Opened | RequestReceived | RequestCancelled | Answered | RequestFailed | Closed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Outgoing:
     """Bytes for the link to send on an exchange; `is_end` closes our half; `is_reset` abandons both halves."""
 

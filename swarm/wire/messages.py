@@ -95,7 +95,8 @@ class Busy(Refusal):
     retry_after_ms: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+# These two are made for each layer: frozen, each would take 1 to 1.5 us more to make (docs/performance.md). Nobody changes one.
+@dataclass(slots=True, kw_only=True, eq=False)
 class Dispatch:
     """Hidden-state rows for the experts of one layer at one peer. A row travels once however many experts it meets.
 
@@ -123,7 +124,7 @@ class Dispatch:
     encoded_rows: bytes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Result:
     """A peer's answer: raw rows [P, D] (codec EXACT) or partial sums [N, D], float32, with what it spent on them.
 

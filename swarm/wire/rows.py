@@ -195,26 +195,25 @@ def encode_rows(x: npt.NDArray[np.float32], codec: RowCodec) -> bytes:
     D must be a multiple of the block for Q8_0 and Q8_K (`out_codec` sees to it). Values that are not finite stay so, and
     make their whole block so; see `swarm.wire.quantise`.
     """
-    assert x.ndim == 2, f"rows have a wrong shape: got {x.shape}, expected [N, D]"
     assert x.dtype == np.float32, f"rows have a wrong type: got {x.dtype}, expected float32"
+    n_rows, n_embd = x.shape
     layout = _LAYOUTS[codec]
-    assert layout.may_be_ragged or x.shape[1] % layout.block == 0, f"{codec.name} cannot carry rows of {x.shape[1]}"
+    assert layout.may_be_ragged or n_embd % layout.block == 0, f"{codec.name} cannot carry rows of {n_embd}"
+    if n_rows == 1 and n_embd:
+        return layout.encode(np.ascontiguousarray(x)).tobytes()
     if not x.size:
         return b""
-    step = max(1, ENCODED_AT_ONCE_BYTES // (4 * x.shape[1]))
-    if len(x) <= step:
-        data = layout.encode(np.ascontiguousarray(x)).tobytes()
-    else:
-        cuts = range(0, len(x), step)
-        data = b"".join([layout.encode(np.ascontiguousarray(x[at : at + step])).tobytes() for at in cuts])
-    assert len(data) == len(x) * row_bytes(x.shape[1], codec)
+    step = max(1, ENCODED_AT_ONCE_BYTES // (4 * n_embd))
+    cuts = range(0, n_rows, step)
+    data = b"".join([layout.encode(np.ascontiguousarray(x[at : at + step])).tobytes() for at in cuts])
+    assert len(data) == n_rows * row_bytes(n_embd, codec)
     return data
 
 
 def decode_rows(
     data: bytes | memoryview, n_rows: int, n_embd: int, codec: RowCodec, *, require_finite: bool = False
 ) -> npt.NDArray[np.float32]:
-    """Return untrusted rows as shape [N, D], float32, freshly allocated (writable, aligned, free of `data`).
+    """Return untrusted rows, bytes, as shape [N, D], float32, freshly allocated (writable, aligned, free of `data`).
 
     Raises:
         RemoteProtocolError: another size than `n_rows` rows have, or a D that the codec cannot carry (both found before
@@ -222,10 +221,9 @@ def decode_rows(
     """
     layout = _LAYOUTS[codec]
     expected = n_rows * row_bytes(n_embd, codec)
-    n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
-    if n_rows < 0 or n_embd < 1 or n_bytes != expected:
+    if n_rows < 0 or n_embd < 1 or len(data) != expected:
         raise RemoteProtocolError(
-            f"rows have a wrong size: got {n_bytes} bytes, expected {expected} for {n_rows} rows of {n_embd} values"
+            f"rows have a wrong size: got {len(data)} bytes, expected {expected} for {n_rows} rows of {n_embd} values"
         )
     if not layout.may_be_ragged and n_embd % layout.block:
         raise RemoteProtocolError(

@@ -447,3 +447,11 @@ async def test_what_fails_at_once_fails_as_in_the_line(
         real_line.at_once(dispatch(experts=(1, 4)))
     with pytest.raises(RemoteProtocolError, match="bad weights"):
         real_line.at_once(dispatch(weights=np.array([0.5, np.nan, 0.5], np.float32)))
+    exact = dispatch(result_codec=RowCodec.EXACT, weights=None)
+    size = 20 + len(exact.expert_ids) * 4 * D
+    monkeypatch.setattr(compute, "SURELY_FITS_BYTES", 0)
+    monkeypatch.setitem(compute.LIMITS, FrameType.RESULT, size)
+    assert real_line.at_once(exact) is not None
+    monkeypatch.setitem(compute.LIMITS, FrameType.RESULT, size - 1)
+    with pytest.raises(RemoteProtocolError, match="answer is too large"):
+        real_line.at_once(exact)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from swarm.bench.popularity import max_over_mean_load, replica_slices
-from swarm.dispatch.dispatcher import DispatchStats
+from swarm.dispatch.layer_counts import DispatchStats
 from swarm.dispatch.plan import HERE
 from swarm.dispatch.popularity import Popularity
 from swarm.ids import ExpertSet, NodeId

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from swarm.bench.testbed import drawn_round_trips_s
-from swarm.dispatch.dispatcher import LayerSpan
+from swarm.dispatch.layer_counts import LayerSpan
 from swarm.emulation.hub import EmulatorStats, WayStats
 
 MS = 1_000_000

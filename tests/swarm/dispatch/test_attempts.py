@@ -66,7 +66,7 @@ class Case:
         )
         self.n_told = 0  # times that others' turns have changed something for this layer
         self.attempts.on_turn = self._told
-        self.orders = self.attempts.begin(now)
+        self.orders = list(self.attempts.begin(now))
 
     def _told(self) -> None:
         self.n_told += 1
@@ -103,6 +103,24 @@ def nodes(orders: list[Order]) -> list[NodeId]:
 
 
 BOTH = {A: [B, C], B: [A, C]}
+
+
+def test_the_first_order_is_there_before_the_others_are_made() -> None:
+    case = Case(others=BOTH)
+    again = LayerAttempts(
+        7,
+        [order.batch for order in case.orders],
+        times=case.times,
+        find_others=case._find,
+        is_timed=True,
+        budget=case.budget,
+        stats=case.stats,
+    )
+    orders = again.begin(2000.0)
+    assert next(orders).node == A
+    assert [unit.batch.destination for unit in again._units] == [A]
+    assert not again.is_done
+    assert nodes(list(orders)) == [B]
 
 
 def test_an_undisturbed_layer_asks_each_destination_once() -> None:

@@ -537,7 +537,7 @@ def test_a_caught_peer_stays_out_over_a_restart_and_comes_back_when_its_time_is_
             await it.token()
             used = it.asked[0][0]
             it.lies[used] = noise()
-            await it.token()
+            await it.until_caught()  # the next token may be asked of others
             await it.auditor.settle(1, 10)
             assert it.caught == {used}
             return used

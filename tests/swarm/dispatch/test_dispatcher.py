@@ -20,8 +20,9 @@ import pytest
 
 from swarm.dispatch.chunks import CHUNK_BYTES
 from swarm.dispatch.contributions import Contributions
-from swarm.dispatch.dispatcher import MAX_COUNTED, Dispatcher, DispatchStats, LayerSpan
+from swarm.dispatch.dispatcher import Dispatcher
 from swarm.dispatch.holders import Holders, OwnExperts
+from swarm.dispatch.layer_counts import MAX_COUNTED, DispatchStats, LayerSpan
 from swarm.dispatch.placement import Placement
 from swarm.dispatch.plan import HERE
 from swarm.dispatch.service_time import BATCH_TIMEOUT_S
@@ -382,6 +383,7 @@ def test_the_span_tells_destinations_from_batches() -> None:
             await it.dispatcher.dispatch(2, *choice(37))
             chunked(it)
             await it.dispatcher.dispatch(2, *choice(37))
+            await asyncio.sleep(0)
             assert [span.n_destinations for span in spans] == [3, 3]
             assert spans[0].n_batches == 3
             assert spans[1].n_batches == it.network.count("request") - 3 > 6
@@ -1409,18 +1411,15 @@ def test_a_batch_over_a_link_is_cut_into_fewer_chunks_of_no_other_bits() -> None
 
 @pytest.mark.parametrize("nodes", [(), (B,), (A, B, C)])
 def test_quic_s_socket_is_watched_unless_every_answer_comes_over_tls(nodes: tuple[NodeId, ...]) -> None:
-    class Links:
-        def link(self, node: NodeId) -> object | None:
+    class Links(FakeLinks):
+        def link(self, node: NodeId) -> FakeLinks | None:
             return self if node in nodes else None
-
-        def best(self, node: NodeId, connection: object) -> None:
-            return None
 
     async def main() -> None:
         async with star(F32) as it:
             readiness = FakeReadiness()
             it.dispatcher.readiness = cast(Readiness, readiness)
-            it.dispatcher.links = cast(FastLinks, Links())
+            it.dispatcher.links = cast(FastLinks, Links(A, is_over=False))
             await it.dispatcher.dispatch(1, *choice(1))
             assert {node for node, _ in it.seen} >= {A, C}
             assert bool(readiness.told) == (len(nodes) < 3)
@@ -1457,10 +1456,48 @@ def test_a_peer_whose_answer_was_not_used_has_contributed_nothing() -> None:
             counts = it.dispatcher.contributions = Contributions(it.placement, wall=lambda: 5.0, random=bytes)
             strike(it, A, "broken")
             await it.dispatcher.dispatch(2, *choice(20))
+            await asyncio.sleep(0)
             (of,) = counts.by_period().values()
             assert A not in of
             assert sum(totals.n_pairs for totals in of.values()) == 20 * K
             assert all(totals.weight <= 1000 * totals.n_pairs for totals in of.values())
+
+    virtual_time.run(main())
+
+
+def test_whoever_asks_for_the_counts_gets_every_layer_and_who_kept_them_in_the_next_round() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            kept = it.dispatcher.stats
+            spans: list[LayerSpan] = []
+            it.dispatcher.on_layer = spans.append
+            await it.dispatcher.dispatch(1, *choice(1))
+            assert (kept.n_round_trips, spans) == (0, []), "the output does not wait for its being counted"
+            await asyncio.sleep(0)
+            assert (kept.n_round_trips, kept.n_assignments, len(spans)) == (1, K, 1)
+            await it.dispatcher.dispatch(1, *choice(2))
+            assert it.dispatcher.stats.n_assignments == 3 * K, "in the tick in which it ended"
+            await it.dispatcher.dispatch(1, *choice(4))
+            it.dispatcher.stats = fresh = DispatchStats()
+            await asyncio.sleep(0)
+            assert (kept.n_assignments, fresh.n_assignments, len(spans)) == (7 * K, 0, 3), "each layer once"
+
+    virtual_time.run(main())
+
+
+def test_what_the_router_chose_is_counted_also_where_nobody_holds_it() -> None:
+    async def main() -> None:
+        async with star(F32) as it:
+            x, ids, weights = choice(1)
+            await it.dispatcher.dispatch(1, x, ids, weights)
+            chosen = np.zeros(E)
+            chosen[ids[0]] = 1
+            assert it.dispatcher.popularity.counts[0].tolist() == chosen.tolist()
+            for node in it.placement.destinations:
+                it.placement.mark_down(node)
+            with pytest.raises(ExpertUnavailable):
+                await it.dispatcher.dispatch(1, x, ids, weights)
+            assert it.dispatcher.popularity.counts[0].tolist() == (2 * chosen).tolist()
 
     virtual_time.run(main())
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from swarm.dispatch.popularity import HALF_LIFE_S, Popularity
+from swarm.dispatch.popularity import FEW_PAIRS, HALF_LIFE_S, Popularity
 
 
 def test_every_pair_counts_once_at_its_layer() -> None:
@@ -31,6 +31,29 @@ def test_weights_are_summed_apart_and_fade_alike() -> None:
     again = Popularity((0,), 4, now=0.0)
     assert again.restore(popularity.to_bytes())
     assert np.allclose(again.mass, popularity.mass, atol=1e-3)
+
+
+@pytest.mark.parametrize("n_tokens", [1, FEW_PAIRS // 4 - 1, FEW_PAIRS // 4, FEW_PAIRS + 7])
+def test_tokens_one_by_one_are_counted_as_all_at_once(n_tokens: int) -> None:
+    rng = np.random.default_rng(n_tokens)
+    ids = rng.integers(0, 8, (n_tokens, 4)).astype(np.int32)
+    weights = rng.random((n_tokens, 4)).astype(np.float32)
+    whole, single = (Popularity((0, 1), 8, now=0.0) for _ in range(2))
+    whole.add(1, ids, weights)
+    for token in range(n_tokens):
+        single.add(1, ids[token : token + 1], weights[token : token + 1])
+    assert single.to_bytes() == whole.to_bytes(), "before anybody has asked"
+    assert single.counts.tolist() == whole.counts.tolist()
+    assert np.allclose(single.mass, whole.mass)
+    assert single.n_tokens == n_tokens
+
+
+def test_a_token_that_was_not_asked_for_yet_fades_from_when_it_came() -> None:
+    popularity = Popularity((0,), 4, now=0.0)
+    popularity.add(0, np.array([[1, 2]], np.int32), np.array([[0.5, 0.5]], np.float32))
+    popularity.fade(HALF_LIFE_S)
+    assert np.allclose(popularity.counts, [[0, 0.5, 0.5, 0]])
+    assert np.allclose(popularity.mass, [[0, 0.25, 0.25, 0]])
 
 
 def test_counts_halve_and_their_rate_stays_true() -> None:

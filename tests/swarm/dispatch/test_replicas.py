@@ -78,6 +78,29 @@ def random_ids(n_rows: int, seed: int = 1) -> np.ndarray:
     return np.stack([rng.permutation(E)[:K] for _ in range(n_rows)]).astype(np.int32)
 
 
+@pytest.mark.parametrize(
+    "held", [{A: range(7), B: range(7, 12)}, {A: range(12), B: range(5), C: range(3, 12)}], ids=str
+)
+def test_one_row_is_computed_by_whom_many_would_be(held: dict[NodeId, Iterable[int]]) -> None:
+    single, many = World(held), World(held)
+    for row in random_ids(20):
+        owners = many.choose([row.tolist()])[0]
+        of_row = single.replicas.owners_of_row(2, row.tolist(), single.now)
+        assert of_row is not None
+        assert [single.placement.destinations[index] for index in of_row] == owners
+    assert single.replicas.sequence_stickiness == many.replicas.sequence_stickiness
+
+
+def test_of_one_row_nobody_is_told_where_an_expert_has_no_holder_or_is_none() -> None:
+    world = World({A: range(7), B: range(5, 11)})  # nobody has 11
+    replicas = world.replicas
+    assert replicas.owners_of_row(2, [0, 10], world.now) == [0, 1]
+    for ids in ([0, 11], [0, 12], [-1, 0]):
+        assert replicas.owners_of_row(2, ids, world.now) is None
+    world.place({A: range(12)})
+    assert replicas.owners_of_row(2, [0, 11], world.now) == [0, 0], "a change of the placement is seen"
+
+
 def test_without_replicas_the_placements_owners_are_returned_as_they_are() -> None:
     world = World({A: range(6), B: range(6, E)})
     assert world.replicas.owners(2, random_ids(1), 0.0) is world.placement.owner_of(2)

@@ -162,6 +162,7 @@ def test_sums_are_numpys_whatever_the_counts(counts: list[int], seed: int) -> No
         {"weights": np.ones(7, np.float64)},
         {"weights": np.array([1, 1, 1, np.nan, 1, 1, 1], np.float32)},
         {"weights": np.array([1, 1, 1, 1, 1, 1, np.inf], np.float32)},
+        {"weights": np.array([np.inf, 1, 1, 1, 1, 1, -np.inf], np.float32)},
         {
             "x": np.zeros((0, 256), np.float32),
             "row_counts": np.empty(0, np.uint8),

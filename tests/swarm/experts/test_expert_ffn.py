@@ -339,6 +339,10 @@ def test_a_choice_is_its_pairs_and_its_sums_are_added_in_order(reference: Any) -
         for n_used in (1, 2):  # other graphs: one product, and one sum
             part = ffn.compute_choice(2, x, ids[:, :n_used], np.ones((5, n_used), np.float32))
             np.testing.assert_array_equal(part, raw[:, :n_used].sum(axis=1))
+        read_only = x.copy()
+        read_only.flags.writeable = False  # as what was decoded in place, and weights that lie in a message
+        strided = np.repeat(weights, 2, axis=1)[:, ::2]
+        np.testing.assert_array_equal(ffn.compute_choice(2, read_only, ids, strided), total)
         wide = np.arange(16, dtype=np.int32).reshape(2, 8)[:, :3]  # strided, as llama.cpp's own ids are
         np.testing.assert_array_equal(
             ffn.compute_choice(2, x[:1], wide[:1]), ffn.compute_choice(2, x[:1], wide[:1].copy())

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from swarm.errors import ConnectionLost, RemoteProtocolError, SwarmError
+from swarm.net import connection as connection_module
 from swarm.net.connection import Connection
 from swarm.net.endpoint import Endpoint
 from swarm.net.paths import Path
@@ -28,6 +29,8 @@ class FakeDriver:
     def __init__(self, failing: str = "") -> None:
         self.failing = failing
         self.is_closed = False
+        self.is_pressing = True
+        self.n_flushed = 0
         self.quic = SimpleNamespace(
             configuration=SimpleNamespace(is_client=True),
             close=self._close,
@@ -63,10 +66,11 @@ class FakeDriver:
 
     def flush(self, now: float, *, has_data: bool) -> Iterator[Any]:
         self._do("flush")
+        self.n_flushed += 1
         return iter(())
 
-    def has_near_deadline(self, now: float) -> bool:
-        return True
+    def has_deadline_before(self, at: float, now: float) -> bool:
+        return self.is_pressing
 
     def next_deadline(self) -> None:
         return None
@@ -95,6 +99,10 @@ class FakeSession:
         self.deadline = 0.0
         return 0
 
+    def respond(self, exchange: int, message: m.Response | m.Refusal) -> bool:
+        self.has_outgoing = True
+        return True
+
     def take_outgoing(self) -> list[Any]:
         has_outgoing, self.has_outgoing = self.has_outgoing, False
         return [SimpleNamespace(exchange=0, is_reset=False, data=b"x", is_end=True)] if has_outgoing else []
@@ -111,10 +119,10 @@ class FakeSession:
         return []
 
 
-def connect(driver: FakeDriver, gone: list[Connection]) -> Connection:
+def connect(driver: FakeDriver, gone: list[Connection], session: FakeSession | None = None) -> Connection:
     return Connection(
         cast(Any, driver),
-        cast(s.Session, FakeSession()),
+        cast(s.Session, session or FakeSession()),
         make_session=lambda _: pytest.fail("it has one"),
         expected=None,
         path=Path(address=ADDRESS),
@@ -205,6 +213,53 @@ async def test_one_that_fails_while_it_closes_is_gone_too() -> None:
     assert gone == [connection]
 
 
+async def test_what_leaves_with_the_answer_to_what_has_come_is_not_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = FakeDriver()
+    connection = connect(driver, [])
+    monkeypatch.setattr(connection, "_pump", lambda now: connection.respond(0, m.Done()))
+    connection.received(1.0)
+    assert driver.n_flushed == 1, "at once"
+    await asyncio.sleep(0)
+    assert driver.n_flushed == 1
+
+    def answer_three(now: float) -> None:
+        for exchange in range(3):
+            connection.respond(exchange, m.Done())
+
+    monkeypatch.setattr(connection, "_pump", answer_three)
+    connection.received(2.0)
+    assert driver.n_flushed == 2, "the first answer leaves at once"
+    await asyncio.sleep(0)
+    assert driver.n_flushed == 3, "the others together at the end of the tick"
+    monkeypatch.setattr(connection, "_pump", lambda now: None)
+    connection.received(3.0)
+    await asyncio.sleep(0)
+    assert driver.n_flushed == 4, "what is owed for what has come, where nothing is answered"
+    connection.close()
+
+
+async def test_a_short_deadline_is_kept_though_a_timer_fires_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection_module, "clock", lambda: 100.0)
+    driver, session = FakeDriver(), FakeSession()
+    driver.is_pressing = False
+    connection = connect(driver, [], session)
+    at: list[float] = []
+
+    def request(message: m.Request, *, deadline: float, **_: object) -> int:
+        at.append(deadline)
+        return 0
+
+    monkeypatch.setattr(session, "request", request)
+    monkeypatch.setattr(session, "next_deadline", lambda: min(at))
+    for timeout_s in (0.9 * connection_module.TIMER_SLACK_S, 60.0, 0.01):
+        connection.start(m.GetStatus(), timeout_s=timeout_s)
+        assert connection._timer_at == pytest.approx(min(at))
+    assert at[-1] == min(at)
+    connection.close()
+
+
 async def test_what_fails_in_reading_does_not_skip_those_who_were_touched_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,8 +267,8 @@ async def test_what_fails_in_reading_does_not_skip_those_who_were_touched_before
     connection = connect(FakeDriver(), [])
     received: list[float] = []
     monkeypatch.setattr(connection, "received", received.append)
-    arriving = [[b"\x40" + b"a" * 8], [b"\xc0 of a stranger"]]
-    endpoint._flights = cast(Any, SimpleNamespace(receive=lambda: (arriving.pop(0), ADDRESS)))
+    arriving = [(b"\x40" + b"a" * 8, ADDRESS), (b"\xc0 of a stranger", ADDRESS)]
+    endpoint._flights = cast(Any, SimpleNamespace(receive=lambda: arriving))
     endpoint._by_cid[b"a" * 8] = connection
 
     def fail(*_: object, **_options: object) -> None:

@@ -29,7 +29,7 @@ NODE = NodeId(bytes([2]) * 32)
 class Link:
     """Of a link what its keeper uses."""
 
-    is_stalled = is_copying = False
+    is_copying = False
     takes_copies = True
     second: TlsLink | None = None
     told: Packets | None = None  # of its packets
@@ -37,6 +37,10 @@ class Link:
 
     def __init__(self, *, is_open: bool) -> None:
         self.is_open = is_open
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.is_open
 
     def packets(self) -> Packets | None:
         return self.told

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarm.net.flights import MAX_BYTES, MAX_SEGMENTS, FlightSocket, runs
+from swarm.net.flights import MAX_BYTES, MAX_SEGMENTS, MAX_TAKEN, FlightSocket, runs
 
 ADDRESS = ("192.0.2.1", 5)
 
@@ -42,10 +42,14 @@ class FakeSocket:
         self.calls.append(tuple(buffers))
 
     def recvmsg(self, size: int, ancillary_bytes: int) -> Any:
+        if not self.arriving:
+            raise BlockingIOError
         data, ancillary = self.arriving.pop(0)
         return data, ancillary, 0, ADDRESS
 
     def recvfrom(self, size: int) -> Any:
+        if not self.arriving:
+            raise BlockingIOError
         return self.arriving.pop(0)[0], ADDRESS
 
 
@@ -113,11 +117,34 @@ def test_what_came_together_is_taken_apart_at_the_senders_size() -> None:
     udp = FakeSocket()
     udp.arriving = [(b"aabbc", [(socket.IPPROTO_UDP, 104, struct.pack("=i", 2))]), (b"alone", [])]
     flights = FlightSocket(udp)  # type: ignore[arg-type]
-    assert (list(flights.receive()[0]), list(flights.receive()[0])) == ([b"aa", b"bb", b"c"], [b"alone"])
+    assert flights.receive() == [(data, ADDRESS) for data in (b"aa", b"bb", b"c", b"alone")]
+    assert flights.receive() == []
 
 
 def test_without_the_kernels_help_datagrams_come_one_by_one() -> None:
     udp = FakeSocket(on_join=errno.ENOPROTOOPT)
     udp.arriving = [(b"one", []), (b"two", [])]
     flights = FlightSocket(udp)  # type: ignore[arg-type]
-    assert [list(flights.receive()[0]) for _ in range(2)] == [[b"one"], [b"two"]]
+    assert flights.receive() == [(b"one", ADDRESS), (b"two", ADDRESS)]
+
+
+def test_others_get_their_turn_while_datagrams_keep_coming() -> None:
+    udp = FakeSocket()
+    udp.arriving = [(b"x", [])] * (MAX_TAKEN + 1)
+    flights = FlightSocket(udp)  # type: ignore[arg-type]
+    assert [len(flights.receive()) for _ in range(2)] == [MAX_TAKEN, 1]
+
+
+def test_an_error_of_an_earlier_send_does_not_hide_what_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    udp = FakeSocket()
+    udp.arriving = [(b"x", [])]
+    errors = [ConnectionRefusedError()]
+    taken = udp.recvmsg
+
+    def recvmsg(size: int, ancillary_bytes: int) -> Any:
+        if errors:
+            raise errors.pop()
+        return taken(size, ancillary_bytes)
+
+    monkeypatch.setattr(udp, "recvmsg", recvmsg)
+    assert FlightSocket(udp).receive() == [(b"x", ADDRESS)]  # type: ignore[arg-type]

@@ -15,13 +15,10 @@ from swarm.errors import ConnectionLost, RemoteRefused
 from swarm.identity import Identity
 from swarm.net import tls_link
 from swarm.net.link_copies import LinkCopies
+from swarm.net.patience import COPY_BURST, COPY_SHARE, LEAST_LATE_S, MOST_LATE, MOST_LATE_S
 from swarm.net.tls_link import (
     BEATEN_S,
-    COPY_BURST,
-    LEAST_LATE_S,
     MAX_PONGS,
-    MOST_LATE,
-    MOST_LATE_S,
     N_STRIKES,
     STALLED_S,
     TlsLink,
@@ -162,6 +159,22 @@ def run(main: Coroutine[Any, Any, None]) -> None:
     virtual_time.run(main)
 
 
+def test_a_link_that_has_used_up_its_numbers_says_so_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        world = World()
+        await world.warm_up()
+        monkeypatch.setattr(tls_link, "MAX_EXCHANGE", world.link._session._next_exchange)  # type: ignore[union-attr]
+        assert (await world.ask())[0] == 1.0
+        n_served = world.n_served
+        with pytest.raises(ConnectionLost, match="numbers"):
+            world.link.start(dispatch(), timeout_s=TIMEOUT_S, retry=world._elsewhere)
+        await asyncio.sleep(1.0)
+        assert (world.n_served, world.n_elsewhere) == (n_served, 0), "its asker goes elsewhere"
+        assert not world.link.is_open
+
+    virtual_time.run(main())
+
+
 def test_a_stall_costs_no_more_than_its_bound_and_mostly_far_less() -> None:
     async def main() -> None:
         world = World()
@@ -207,7 +220,7 @@ def test_a_peer_that_has_become_slow_does_not_get_all_of_its_work_twice() -> Non
         world.service_s, world.is_peer_slow = 0.05, True
         for _ in range(200):
             await world.ask()
-        assert world.n_elsewhere <= COPY_BURST + 200 * tls_link.COPY_SHARE
+        assert world.n_elsewhere <= COPY_BURST + 200 * COPY_SHARE
         before = world.n_elsewhere
         for _ in range(20):
             await world.ask()
@@ -222,7 +235,7 @@ def test_a_peer_that_is_slow_without_losing_anything_is_not_asked_twice_however_
     async def main() -> None:
         world = World()
         await world.warm_up()
-        world.link._copies, world.service_s, world.is_peer_slow = 0.0, 2.0, True
+        world.link._patience.n_copies, world.service_s, world.is_peer_slow = 0.0, 2.0, True
         answers = await asyncio.gather(*(world.ask() for _ in range(4)))
         answers.append(await world.ask(200))  # nor is what has no measure yet
         for number, taken_s in answers:
@@ -442,7 +455,7 @@ def test_what_is_overdue_is_asked_elsewhere_whatever_else_was() -> None:
     async def main() -> None:
         world = World()
         await world.warm_up()
-        world.link._copies = 0.0
+        world.link._patience.n_copies = 0.0
         world.stop()
         number, taken_s = await world.ask()
         assert number == 2.0
