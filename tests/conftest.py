@@ -52,3 +52,16 @@ def pytest_runtest_makereport(
         report.outcome = "failed"
         report.longrepr = f"skipped, which SWARM_REQUIRE_E2E forbids: {report.longrepr}"
     return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that no part of `make test` would run: those that run alone are looked for below tests/e2e."""
+    for item in items:
+        if item.get_closest_marker("alone") is not None and not item.nodeid.startswith("tests/e2e/"):
+            raise pytest.UsageError(f"{item.nodeid} is marked `alone`: expected below tests/e2e")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(crashitem: str, report: pytest.TestReport) -> None:
+    """Give what ended its process a name that .ci/run gives no second chance: after it other tests have not run."""
+    report.nodeid = f"crash in {crashitem}"

@@ -129,8 +129,9 @@ class Crossing:
     def cancel(self) -> None:
         """Give up, also before the start; on the loop."""
         self._is_cancelled = True
-        if self._task is not None:
-            self._task.cancel()
+        task = self._task  # once: the engine's thread takes it as it takes the rows
+        if task is not None:
+            task.cancel()
 
     def _times(self, awaited_at: float) -> HandOver:
         assert self.done_at is not None

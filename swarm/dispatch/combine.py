@@ -87,8 +87,8 @@ def _check_shape(rows: Rows, expected: tuple[int, int]) -> None:
 def _check_cover(n_tokens: int, n_expert_used: int, batches: Sequence[Batch]) -> None:
     """Raise LocalProtocolError unless the batches hold every (token, slot) exactly once."""
     if n_tokens == 1:  # a decoded token: a few pairs, for which the reductions below cost most of a combine
-        slots = b"".join([batch.slots.tobytes() for batch in batches if batch.n_rows == 1 and not batch.rows[0]])
-        if sorted(slots) == list(range(n_expert_used)):
+        slots = [batch.slots.tobytes() for batch in batches if batch.n_rows == 1 and not batch.rows[0]]
+        if len(slots) == len(batches) and sorted(b"".join(slots)) == list(range(n_expert_used)):
             return
     pairs = np.concatenate(
         [np.empty(0, np.int64), *(batch.pair_rows * n_expert_used + batch.slots for batch in batches)]

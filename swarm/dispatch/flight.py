@@ -86,17 +86,21 @@ class Flight:
     async def land(self) -> list[tuple[Order, m.Result]]:
         """Return the orders that make up the layer, each with its answer; raises ExpertUnavailable."""
         try:
-            self._send(self._attempts.begin(self._crew.now()))
-            self._landed = TakenFuture[None](loop=self._loop)  # before anybody is told of an answer: not within `begin`
+            try:
+                self._send(self._attempts.begin(self._crew.now()))
+            finally:  # before anybody is told of an order's end, which is not within `begin`
+                self._landed = TakenFuture[None](loop=self._loop)
             self._set_timer()
             if self._meanwhile is not None:
                 self._meanwhile()
             await self._landed
         except BaseException:
+            self._landed.cancel()  # what fails from here on is asked of nobody else
             self._leave_lines()  # now: what is cancelled may take a while to end
             await self._give_up()
             raise
         finally:
+            self._landed.taker = None  # who waited, with what it made of the answers: a late one keeps this flight
             if self._timer is not None:
                 self._timer.cancel()
             if self._attempts.turns.lines or self._attempts.on_turn is not None:

@@ -91,7 +91,8 @@ class EndedLayer(NamedTuple):
     def span(self) -> LayerSpan:
         """Return what it took."""
         began_ns, planned_ns, returned_ns, ended_ns = self.times_ns
-        slowest = max((result for _, result in self.answers), key=lambda result: result.compute_us)
+        results = (result for _, result in self.answers)
+        slowest = max(results, key=lambda result: result.compute_us, default=None)  # None: a layer without rows
         return LayerSpan(
             layer=self.layer,
             n_tokens=self.n_tokens,
@@ -101,8 +102,8 @@ class EndedLayer(NamedTuple):
             planned_ns=planned_ns,
             returned_ns=returned_ns,
             ended_ns=ended_ns,
-            compute_s=slowest.compute_us / 1e6,
-            queue_s=slowest.queue_us / 1e6,
+            compute_s=0.0 if slowest is None else slowest.compute_us / 1e6,
+            queue_s=0.0 if slowest is None else slowest.queue_us / 1e6,
             sequences=() if self.origin is None else tuple(self.origin.firsts()),
             batches=tuple(
                 BatchSpan(

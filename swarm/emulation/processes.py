@@ -127,8 +127,10 @@ class LocalSwarm:
     ) -> None:
         relays = [child for child in self._children if child.arguments[0] == "relay"]
         others = [child for child in self._children if child.arguments[0] != "relay"]
-        for children in (others, relays):  # who leaves says so to a relay, and waits seconds for one that has gone
-            await asyncio.gather(*(child.stop() for child in children))
+        try:  # who leaves says so to a relay, and waits seconds for one that has gone
+            await asyncio.gather(*(child.stop() for child in others))
+        finally:
+            await asyncio.gather(*(child.stop() for child in relays))
 
     @property
     def registry(self) -> str:

@@ -386,28 +386,38 @@ class Endpoint:
         others: dict[Any, list[bytes]] = {}  # what is not QUIC, by sender
         connection: Connection | None = None
         flight: list[bytes] = []  # of this connection, not given to it yet
-        try:
-            for data, address in self._flights.receive():
-                self.counts.udp_received += len(data)
-                if not data or data[0] < 64:
-                    others.setdefault(address, []).append(data)
+        failure: Exception | None = None  # a stranger's packet made us fail; a connection ends its own failures itself
+        for data, address in self._flights.receive():
+            self.counts.udp_received += len(data)
+            if not data or data[0] < 64:
+                others.setdefault(address, []).append(data)
+                continue
+            if data[0] < 128:  # a short header, as most have: the connection's id follows (RFC 9000 section 17.3)
+                found = by_cid.get(data[1 : 1 + CID_BYTES])
+            else:
+                try:
+                    found = self._connection_for(data, address)
+                except Exception as error:
+                    failure = error  # later: the socket has what came with it no more
                     continue
-                # Of a short header, as most have, the connection's id follows (RFC 9000 section 17.3).
-                found = by_cid.get(data[1 : 1 + CID_BYTES]) if data[0] < 128 else self._connection_for(data, address)
-                if found is None:
-                    continue
-                if found is not connection:
-                    if connection is not None:
-                        connection.receive(flight, now)
-                    connection, flight = found, []
-                touched[found] = address
-                flight.append(data)
-            for address, datagrams in others.items():
+            if found is None:
+                continue
+            if found is not connection:
+                if connection is not None:
+                    connection.receive(flight, now)
+                connection, flight = found, []
+            touched[found] = address
+            flight.append(data)
+        for address, datagrams in others.items():
+            try:
                 self._receive_other(datagrams, address, touched, now)
-        finally:  # also where one of them, or a stranger's packet, made us fail: a connection ends its own failures itself
-            if connection is not None:
-                connection.receive(flight, now)
-            self._received(touched, now)
+            except Exception as error:
+                failure = error
+        if connection is not None:
+            connection.receive(flight, now)
+        self._received(touched, now)
+        if failure is not None:
+            raise failure
         return bool(touched)
 
     def _received(self, touched: dict[Connection, Any], now: float) -> None:

@@ -55,7 +55,7 @@ class Qh3Socket:
         try:
             self._state.send(datagrams, address)
         except OSError as error:
-            if error.errno not in CANNOT_CUT or not self.is_cutting:
+            if error.errno not in CANNOT_CUT or not self.is_cutting or len(datagrams) == 1:  # of one none was cut
                 raise
             logger.debug("datagrams leave one by one from here on: %s", error)
             self.is_cutting = False

@@ -18,7 +18,8 @@ import pytest_asyncio
 from swarm.emulation.processes import LocalSwarm
 from tests.e2e.conftest import N_EXPERT, RunningSwarm
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+# Alone: one of them holds a promise of 2 s.
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 FREE_WITHIN_S = 2.0  # scenario 9's promise
 PROMPT = "The :mod:`json` module provides"
 LONG = "import json\n" * 180  # 900 tokens, of the 1,024 that the model has room for

@@ -7,12 +7,13 @@ import concurrent.futures
 import gc
 import weakref
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from swarm.backbone.bridge import Bridge, EngineStep, HandOver
+from swarm.backbone.bridge import Bridge, Crossing, EngineStep, HandOver
 from swarm.errors import ConnectionLost, ExpertUnavailable
 from swarm.net.answer import TakenFuture
 
@@ -111,6 +112,34 @@ async def test_a_layers_rows_are_freed_once_they_are_taken_without_a_collection(
         assert (await rows)() is None
     finally:
         gc.enable()
+
+
+async def test_a_layer_can_be_given_up_in_the_moment_in_which_its_rows_are_taken() -> None:
+    class TakenMeanwhile(Crossing):
+        """The engine's thread takes the rows after whatever looks for the task has seen it."""
+
+        _seen: Any = None
+
+        @property
+        def _task(self) -> Any:
+            seen, self._seen = self._seen, None
+            return seen
+
+        @_task.setter
+        def _task(self, task: Any) -> None:
+            self._seen = task
+
+    class Ended:
+        n_cancelled = 0
+
+        def cancel(self) -> None:
+            self.n_cancelled += 1
+
+    crossing, task = TakenMeanwhile(lambda _: None), Ended()
+    crossing._task = task
+    crossing.cancel()
+    assert task.n_cancelled == 1
+    crossing.cancel()  # afterwards
 
 
 async def test_a_failure_is_raised_where_the_thread_waits() -> None:

@@ -171,6 +171,8 @@ def test_a_single_token_is_covered_by_every_slot_once() -> None:
         ([([0, 2], [0]), ([1, 3], [1])], "outside"),
         ([([0, 2], [0]), ([1, 4], [0])], "outside"),
         ([([0, 2], [0, 1]), ([1, 3], [0])], "outside"),
+        ([([0, 2], [0]), ([1, 3], [0]), ([0], [1])], "outside"),
+        ([([0, 1, 2, 3], [0]), ([1, 3], [0, 1])], "outside"),
     ):
         with pytest.raises(LocalProtocolError, match=match):
             combine_partial(1, K, D, one_token(*wrong))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from swarm.backbone.eager_task import EagerTask
 from swarm.dispatch.attempts import AttemptStats, LayerAttempts, Order
 from swarm.dispatch.flight import BUSY_RETRY_S, MOST_RETRY_S, Flight
 from swarm.dispatch.hedge_budget import HedgeBudget
@@ -127,6 +129,33 @@ def test_a_late_answer_keeps_neither_the_layers_rows_nor_its_answers() -> None:
     virtual_time.run(main())
 
 
+def test_nor_does_it_keep_what_an_eager_waiter_made_of_them() -> None:
+    async def main() -> None:
+        crew = Crew()
+        kept: list[weakref.ref[object]] = []
+
+        async def layer() -> np.ndarray:
+            out = np.zeros((1, 1), np.float32)
+            kept.append(weakref.ref(out))
+            await Flight(crew, crew.attempts, crew.send, lambda order, answer: RESULT).land()
+            return out
+
+        EagerTask(layer(), lambda task: None).start()
+        gc.disable()  # a cycle, too, would keep a long prompt's rows
+        try:
+            crew.of(A).set_result(RESULT)
+            await asyncio.sleep(2.0)  # B is overdue
+            crew.of(C).set_result(RESULT)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert crew.late == [crew.of(B)]
+            assert kept[0]() is None
+        finally:
+            gc.enable()
+
+    virtual_time.run(main())
+
+
 def test_a_late_failure_is_still_its_peers() -> None:
     async def main() -> None:
         crew = Crew()
@@ -198,5 +227,34 @@ def test_a_busy_peer_is_asked_again_when_it_said_within_reason(said_s: float | N
         for _, future in crew.sent[1:]:
             future.set_result(RESULT)
         await task
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("fails_in", ["send", "meanwhile"])
+def test_a_mistake_of_ours_before_the_wait_asks_nobody_else(fails_in: str) -> None:
+    async def main() -> None:
+        crew = Crew()
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        lost = ConnectionLost("the connection is not open")
+
+        def fail() -> None:
+            raise ZeroDivisionError
+
+        def send(order: Order) -> asyncio.Future[m.Response]:
+            future = crew.send(order)
+            if order.node == A:
+                future.set_exception(lost)
+            elif fails_in == "send":
+                fail()
+            return future
+
+        with pytest.raises(ZeroDivisionError):
+            await Flight(crew, crew.attempts, send, lambda order, answer: RESULT, fail).land()
+        await asyncio.sleep(0)
+        assert [order.node for order, _ in crew.sent] == [A, B], "nothing was sent to C for a layer that has failed"
+        assert crew.down == [(A, lost)], "its failure is A's all the same"
+        assert not complaints
 
     virtual_time.run(main())

@@ -267,7 +267,17 @@ async def test_what_fails_in_reading_does_not_skip_those_who_were_touched_before
     connection = connect(FakeDriver(), [])
     received: list[float] = []
     monkeypatch.setattr(connection, "received", received.append)
-    arriving = [(b"\x40" + b"a" * 8, ADDRESS), (b"\xc0 of a stranger", ADDRESS)]
+    of_ours = b"\x40" + b"a" * 8, ADDRESS
+    arriving = [of_ours, (b"\xc0 of a stranger", ADDRESS), of_ours, (b"\x01", ("192.0.2.9", 9)), (b"\x02", ADDRESS)]
+    given: list[bytes] = []
+    monkeypatch.setattr(connection, "receive", lambda flight, now: given.extend(flight))
+    raw: list[bytes] = []
+
+    def on_other(datagrams: Sequence[bytes], address: object) -> None:
+        raw.extend(datagrams)
+        raise RuntimeError("a mistake of ours")
+
+    endpoint.on_other = on_other
     endpoint._flights = cast(Any, SimpleNamespace(receive=lambda: arriving))
     endpoint._by_cid[b"a" * 8] = connection
 
@@ -278,3 +288,5 @@ async def test_what_fails_in_reading_does_not_skip_those_who_were_touched_before
     with pytest.raises(RuntimeError):
         endpoint._on_readable()
     assert len(received) == 1
+    assert given == [of_ours[0]] * 2, "what came after it is in the socket no more"
+    assert raw == [b"\x01", b"\x02"]

@@ -76,6 +76,15 @@ def test_where_the_kernel_cannot_cut_the_rest_goes_one_by_one(
     assert not made.is_cutting
 
 
+def test_what_is_refused_of_a_single_datagram_is_its_addresss_fault(state: FakeState, udp: socket.socket) -> None:
+    made = Qh3Socket(udp)
+    state.refused = errno.EINVAL  # as for port 0
+    with pytest.raises(OSError, match="no"):
+        made.send(FLIGHT[:1], ADDRESS)
+    assert made.is_cutting, "one bad address must not make all others' flights slow"
+    assert state.is_cutting
+
+
 def test_a_full_socket_says_so_and_cutting_goes_on(state: FakeState, udp: socket.socket) -> None:
     made = Qh3Socket(udp)
     state.refused = errno.EAGAIN
