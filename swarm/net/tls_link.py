@@ -180,8 +180,7 @@ class TlsLink(asyncio.Protocol):
     @property
     def is_prompt(self) -> bool:
         """Whether requests can be sent now, and none of them is known to wait for a loss."""
-        session = self._session
-        return self._stalled_at is None and self._error is None and session is not None and session.state is State.OPEN
+        return self._stalled_at is None and self.is_open
 
     def packets(self) -> Packets | None:
         """Return how many packets the link had and lost so far; None where nobody tells: on a Unix socket none is lost."""

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from swarm.net.patience import (
@@ -12,7 +11,7 @@ from swarm.net.patience import (
     size_of,
 )
 from swarm.wire import messages as m
-from swarm.wire.rows import RowCodec
+from tests.sample_messages import dispatch
 
 
 def test_before_anything_was_answered_nobody_knows_what_is_late() -> None:
@@ -54,17 +53,5 @@ def test_copies_are_a_share_of_what_is_asked_saved_up_to_a_burst() -> None:
 
 
 def test_work_is_told_apart_by_powers_of_two_of_its_pairs() -> None:
-    def dispatch(n_pairs: int) -> m.Dispatch:
-        return m.Dispatch(
-            model_tag=bytes(m.MODEL_TAG_BYTES),
-            layer=0,
-            rows_codec=RowCodec.F32,
-            result_codec=RowCodec.F32,
-            row_counts=np.array([n_pairs], np.uint8),
-            expert_ids=np.arange(n_pairs, dtype=np.uint16),
-            weights=np.ones(n_pairs, np.float32),
-            rows=np.zeros((1, 32), np.float32),
-        )
-
     assert [size_of(dispatch(n)) for n in (1, 2, 3, 4, 7, 8)] == [1, 2, 2, 3, 3, 4]
     assert size_of(m.GetStatus()) == 0

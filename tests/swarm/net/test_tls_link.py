@@ -29,24 +29,12 @@ from swarm.wire import session as s
 from swarm.wire.frames import encode
 from swarm.wire.rows import RowCodec
 from tests import virtual_time
+from tests.sample_messages import dispatch
 from tests.virtual_time import now
 
 CLIENT, SERVER = (Identity.from_seed(bytes([n]) * 32) for n in (1, 2))
 SERVICE_S = 0.001
 TIMEOUT_S = 30.0
-
-
-def dispatch(n_pairs: int = 1) -> m.Dispatch:
-    return m.Dispatch(
-        model_tag=bytes(8),
-        layer=0,
-        rows_codec=RowCodec.F32,
-        result_codec=RowCodec.F32,
-        row_counts=np.array([n_pairs], np.uint8),
-        expert_ids=np.arange(n_pairs, dtype=np.uint16),
-        weights=np.ones(n_pairs, np.float32),
-        rows=np.full((1, 8), 0.5, np.float32),
-    )
 
 
 def result(factor: float) -> m.Result:
